@@ -289,22 +289,22 @@ Each folder holds `config.json` and `model.safetensors` under Hugging Face's nam
 
 | tensor | shape | what it is |
 |---|---|---|
-| `tokens` | int32 [{rows}, {prompt}] | prompts, chosen among {candidates} random ones for wide margins |
-| `logits` | float32 [{rows}, {prompt}, {vocab}] | of the whole prompt in one call, no cache |
-| `cached_logits` | float32 [{rows}, {prompt}, {vocab}] | prefill of {prefill} tokens, then single steps |
-| `logits_float64` | float64 [{rows}, {prompt}, {vocab}] | `logits` with every operation in float64 |
-| `greedy_tokens` | int32 [{rows}, {new}] | cached greedy continuation (the same in float64) |
-| `greedy_logits` | float32 [{rows}, {new}, {vocab}] | the logits that each of them was chosen from |
-| `greedy_margins` | float32 [{rows}, {new}] | largest minus second largest of these |
+| `tokens` | int32 {prompts} | prompts, chosen among {candidates} random ones for wide margins |
+| `logits` | float32 {prompts}{vocab} | of the whole prompt in one call, no cache |
+| `cached_logits` | float32 {prompts}{vocab} | prefill of {prefill} tokens, then single steps |
+| `logits_float64` | float64 {prompts}{vocab} | `logits` with every operation in float64 |
+| `greedy_tokens` | int32 {answers} | cached greedy continuation (the same in float64) |
+| `greedy_logits` | float32 {answers}{vocab} | the logits that each was chosen from |
+| `greedy_margins` | float32 {answers} | largest minus second largest of these |
 
 | model | what is special | parameters |
 |---|---|---|
 {models}
 
-What the numbers are worth, as maxima over all logits (margins: minima; peak: mean of the largest
-attention weight of the last 8 queries, about 0.05 if attention were uniform):
+What the numbers are worth, as maxima of absolute values over all logits (margins: minima; peak:
+mean of the largest attention weight of the last 8 queries, about 0.05 if it were uniform):
 
-| model | abs(logit) | abs(cached - full) | abs(float32 - float64) | margin in prompt | margin in continuation | peak |
+| model | logit | cached - full | float32 - float64 | margin, prompt | margin, continued | peak |
 |---|---|---|---|---|---|---|
 {numbers}
 """
@@ -317,10 +317,9 @@ def write_readme(rows: list[dict[str, float | int | str]]) -> None:
         torch=torch.__version__,
         transformers=transformers.__version__,
         safetensors=safetensors.__version__,
-        rows=ROWS,
-        prompt=PROMPT,
-        vocab=VOCAB,
-        new=NEW,
+        prompts=f"[{ROWS}, {PROMPT}]",
+        answers=f"[{ROWS}, {NEW}]",
+        vocab=f"[{VOCAB}]",
         prefill=PREFILL,
         candidates=CANDIDATES,
         models="\n".join("| `{name}` | {note} | {parameters:,} |".format(**row) for row in rows),
