@@ -290,11 +290,11 @@ Each folder holds `config.json` and `model.safetensors` under Hugging Face's nam
 | tensor | shape | what it is |
 |---|---|---|
 | `tokens` | int32 {prompts} | prompts, chosen among {candidates} random ones for wide margins |
-| `logits` | float32 {prompts}{vocab} | of the whole prompt in one call, no cache |
-| `cached_logits` | float32 {prompts}{vocab} | prefill of {prefill} tokens, then single steps |
-| `logits_float64` | float64 {prompts}{vocab} | `logits` with every operation in float64 |
+| `logits` | float32 {scored} | of the whole prompt in one call, no cache |
+| `cached_logits` | float32 {scored} | prefill of {prefill} tokens, then single steps |
+| `logits_float64` | float64 {scored} | `logits` with every operation in float64 |
 | `greedy_tokens` | int32 {answers} | cached greedy continuation (the same in float64) |
-| `greedy_logits` | float32 {answers}{vocab} | the logits that each was chosen from |
+| `greedy_logits` | float32 {chosen} | the logits that each was chosen from |
 | `greedy_margins` | float32 {answers} | largest minus second largest of these |
 
 | model | what is special | parameters |
@@ -319,7 +319,8 @@ def write_readme(rows: list[dict[str, float | int | str]]) -> None:
         safetensors=safetensors.__version__,
         prompts=f"[{ROWS}, {PROMPT}]",
         answers=f"[{ROWS}, {NEW}]",
-        vocab=f"[{VOCAB}]",
+        scored=f"[{ROWS}, {PROMPT}, {VOCAB}]",
+        chosen=f"[{ROWS}, {NEW}, {VOCAB}]",
         prefill=PREFILL,
         candidates=CANDIDATES,
         models="\n".join("| `{name}` | {note} | {parameters:,} |".format(**row) for row in rows),
