@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a record is stored: the codec protocol and the raw dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxkv.cache.spec import KVSpec
+from jaxkv.core.numerics import lone_row_doubled, pad_width
+
+Planes = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plane:
+    """One stored array `[E, heads, S, *trailing]`; tokens are always axis 2.
+
+    `width` is how many of the last axis's channels carry data; the rest is lane padding.
+    """
+
+    heads: int
+    trailing: tuple[int, ...]
+    dtype: DTypeLike
+    width: int
+
+
+class Codec(Protocol):
+    """Stores records and reads them back; a frozen, hashable dataclass. One file each."""
+
+    def resolve(self, dtype: DTypeLike) -> Codec:
+        """Fills in the module's compute dtype where the codec leaves its own open."""
+        ...
+
+    def planes(self, spec: KVSpec, lanes: int) -> dict[str, Plane]:
+        """Names the arrays that hold a record."""
+        ...
+
+    def encode(self, spec: KVSpec, key: jax.Array, value: jax.Array | None) -> Planes:
+        """Encodes new records: key `[B, T, K, H + shared]`, value `[B, T, K, V]` or None."""
+        ...
+
+    def decode(self, spec: KVSpec, planes: Planes) -> tuple[jax.Array, jax.Array]:
+        """Gives back key `[B, T, K, H + shared]` and value `[B, T, K, V]` of a few tokens."""
+        ...
+
+    def scores(self, spec: KVSpec, query: jax.Array, block: Planes, precision: Any) -> jax.Array:
+        """Multiplies query `[K, M, H + shared]` by a block's keys: float32 `[K, M, Z]`."""
+        ...
+
+    def mix(self, spec: KVSpec, weights: jax.Array, block: Planes, precision: Any) -> jax.Array:
+        """Sums a block's values by weights `[K, M, Z]`: float32 `[K, M, V]`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """Stores records as they are, in one float dtype.
+
+    Args:
+      dtype: Storage dtype; `None` is the module's compute dtype.
+
+    Raises:
+      ValueError: If `dtype` is no float dtype.
+    """
+
+    dtype: DTypeLike | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            if not jnp.issubdtype(self.dtype, jnp.floating):
+                raise ValueError(f"Raw({self.dtype}): want a float dtype.")
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def resolve(self, dtype: DTypeLike) -> Raw:
+        """Fills in the compute dtype where none was chosen."""
+        return self if self.dtype is not None else Raw(dtype)
+
+    def planes(self, spec: KVSpec, lanes: int) -> dict[str, Plane]:
+        """Names the arrays: `key`, `value` if it stands apart, `shared` if there is one."""
+        if self.dtype is None:
+            raise ValueError("Raw() has no dtype yet: pass Raw(dtype), or let a module make it.")
+
+        def plane(heads: int, width: int) -> Plane:
+            return Plane(heads, (-(-width // lanes) * lanes,), self.dtype or jnp.float32, width)
+
+        planes = {"key": plane(spec.kv_heads, spec.key_width)}
+        if spec.value_offset is None:
+            planes["value"] = plane(spec.kv_heads, spec.value_width)
+        if spec.shared_width:
+            planes["shared"] = plane(1, spec.shared_width)
+        return planes
+
+    def encode(self, spec: KVSpec, key: jax.Array, value: jax.Array | None) -> Planes:
+        """Casts and moves heads before tokens: planes `[B, heads, T, width]`."""
+        out = {"key": key[..., : spec.key_width]}
+        if spec.value_offset is None:
+            if value is None:
+                raise ValueError(f"{spec} stores the value apart: pass one.")
+            out["value"] = value
+        if spec.shared_width:
+            out["shared"] = key[:, :, :1, spec.key_width :]
+        return {name: x.astype(self.dtype).swapaxes(1, 2) for name, x in out.items()}
+
+    def decode(self, spec: KVSpec, planes: Planes) -> tuple[jax.Array, jax.Array]:
+        """Moves tokens before heads and joins what was stored apart."""
+        key = planes["key"][..., : spec.key_width].swapaxes(1, 2)
+        value = _value(spec, planes).swapaxes(1, 2)
+        if spec.shared_width:
+            shared = planes["shared"][..., : spec.shared_width].swapaxes(1, 2)
+            shared = jnp.broadcast_to(shared, key.shape[:3] + shared.shape[3:])
+            key = jnp.concatenate([key, shared], axis=-1)
+        return key, value
+
+    def scores(self, spec: KVSpec, query: jax.Array, block: Planes, precision: Any) -> jax.Array:
+        """Multiplies query `[K, M, H + shared]` by a block's keys: float32 `[K, M, Z]`."""
+        out = _product("kmh,kzh->kmz", query[..., : spec.key_width], block["key"], precision)
+        if spec.shared_width:
+            shared = block["shared"]
+            shared = jnp.broadcast_to(shared, (query.shape[0], *shared.shape[1:]))
+            out += _product("kmh,kzh->kmz", query[..., spec.key_width :], shared, precision)
+        return out
+
+    def mix(self, spec: KVSpec, weights: jax.Array, block: Planes, precision: Any) -> jax.Array:
+        """Sums a block's values by weights `[K, M, Z]`: float32 `[K, M, V]`."""
+        value = _value(spec, block)
+        return _product("kmz,kzv->kmv", weights, value, precision)
+
+
+def _value(spec: KVSpec, planes: Planes) -> jax.Array:
+    if spec.value_offset is None:
+        return planes["value"][..., : spec.value_width]
+    return planes["key"][..., spec.value_offset : spec.value_offset + spec.value_width]
+
+
+def _product(expr: str, left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    """Multiplies `[K, M, *]` by a block in the wider of both dtypes, summing in float32."""
+    rows = left.shape[1]
+    dtype = left.dtype if left.dtype == right.dtype else jnp.dtype(jnp.float32)
+    left = lone_row_doubled(left.astype(dtype), 1)
+    if expr.startswith("kmh"):
+        left = pad_width(left, right.shape[-1])
+    out = jnp.einsum(
+        expr, left, right.astype(dtype), precision=precision, preferred_element_type=jnp.float32
+    )
+    return out[:, :rows]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contiguous layout: row b is entry b, token n is slot n."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache.index import Index, Jobs, Plan, Reach, empty_index, per_row
+
+
+@dataclasses.dataclass(frozen=True)
+class Contiguous:
+    """Keeps every token of a row, in order, in one entry of `capacity` slots."""
+
+    def create(self, batch: int, capacity: int) -> Index:
+        """Makes an empty index."""
+        del capacity
+        return empty_index(batch)
+
+    def storage(self, batch: int, capacity: int) -> tuple[int, int]:
+        """Sizes the records: one entry per row."""
+        return batch, capacity
+
+    def plan(self, index: Index, slots: int, length: int, count: jax.Array) -> Plan:
+        """Plans one write window per row; tokens past the capacity are dropped."""
+        start = index.lengths
+        fit = jnp.minimum(count, slots - start)
+        width = min(length, slots)
+        # A window may not start past S - width, or the slice would be moved back over stored
+        # tokens: it starts earlier and its first lanes are left as they are.
+        slot = jnp.minimum(start, slots - width)
+        low = start - slot
+        rows = jnp.arange(start.shape[0], dtype=jnp.int32)
+        high = jnp.minimum(low + fit, width)
+        jobs = per_row(Jobs(rows, slot, rows, -low, low, high, width))
+        after = dataclasses.replace(
+            index, lengths=start + fit, overflowed=index.overflowed | (fit < count)
+        )
+        return Plan(start, count, None, jobs, after)
+
+    def span(
+        self, index: Index, row: jax.Array, slots: int, size: int, reach: Reach
+    ) -> tuple[jax.Array, jax.Array]:
+        """Bounds the blocks between the window's left edge and the row's length."""
+        del slots
+        first, end = reach
+        return first // size, -(-jnp.minimum(end, index.lengths[row]) // size)
+
+    def locate(
+        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Finds block `block` of a row; the last one starts early rather than run past the end."""
+        begin = block * size
+        slot = jnp.minimum(begin, slots - size)
+        order = slot + jnp.arange(size, dtype=jnp.int32)
+        fresh = (order >= begin) & (order < index.lengths[row])
+        return row, slot, jnp.where(fresh, order, -1)
+
+    def orders(self, index: Index, slots: int) -> jax.Array:
+        """Lists the order of the token in each slot: the slot itself where it is filled."""
+        slot = jnp.arange(slots, dtype=jnp.int32)[None]
+        return jnp.where(slot < index.lengths[:, None], slot, -1)
+
+    def rollback(self, index: Index, slots: int, count: jax.Array) -> Index:
+        """Takes back tokens; a row that holds fewer than `count` is left and flagged."""
+        del slots
+        good = (count >= 0) & (count <= index.lengths)
+        return dataclasses.replace(
+            index,
+            lengths=jnp.where(good, index.lengths - count, index.lengths),
+            refused=index.refused | jnp.logical_not(good),
+        )
+
+    def tile(self, slots: int, want: int) -> int:
+        """Chooses how many slots a read takes at a time, about `want`."""
+        return min(slots, want)
+
+    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, jax.Array]:
+        """Makes row i a copy of row `rows[i]`: the new index, and the entries to take."""
+        return jax.tree.map(lambda x: jnp.take(x, rows, axis=0), index), rows
+
+    def reset(self, index: Index, rows: jax.Array) -> Index:
+        """Empties the rows where `rows bool[B]` is True."""
+        return dataclasses.replace(
+            index,
+            lengths=jnp.where(rows, 0, index.lengths),
+            overflowed=index.overflowed & ~rows,
+            refused=index.refused & ~rows,
+        )
+
+    def mask_width(self, slots: int) -> int | None:
+        """A mask counts keys by slot."""
+        return slots

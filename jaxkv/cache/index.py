@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache knows of its rows, and the plan of one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.core.trees import static
+
+Reach = tuple[jax.Array, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """The bookkeeping of a group of layers with the same layout: once, not per layer.
+
+    Attributes:
+      lengths: int32 `[B]`, tokens each row holds.
+      overflowed: bool `[B]`, tokens of this row were dropped because they did not fit.
+      refused: bool `[B]`, a rollback of this row went deeper than what is still there.
+      state: The layout's own pytree (`None` for contiguous).
+    """
+
+    lengths: jax.Array
+    overflowed: jax.Array
+    refused: jax.Array
+    state: Any = None
+
+
+def empty_index(batch: int, state: Any = None) -> Index:
+    """Makes the index of `batch` empty rows; every leaf is a buffer of its own."""
+    return Index(
+        jnp.zeros((batch,), jnp.int32),
+        jnp.zeros((batch,), jnp.bool_),
+        jnp.zeros((batch,), jnp.bool_),
+        state,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Jobs:
+    """Windows to write, J per row: all int32 `[B, J]`.
+
+    A job writes window lanes `low .. high - 1` of a window of `width` slots that starts at `slot`
+    of `entry`, reading token `offset + lane` of source row `row`. On a mesh, entries and rows count
+    from the first one of the device.
+    """
+
+    entry: jax.Array
+    slot: jax.Array
+    row: jax.Array
+    offset: jax.Array
+    low: jax.Array
+    high: jax.Array
+    width: int = static()
+
+    def live_first(self) -> tuple[Jobs, jax.Array]:
+        """Flattens to `[B * J]` with live jobs in front, and counts those."""
+        live = (self.high > self.low).reshape(-1)
+        order = jnp.argsort(jnp.logical_not(live), stable=True)
+        jobs = jax.tree.map(lambda x: jnp.take(x.reshape(-1), order), self)
+        return jobs, jnp.sum(live.astype(jnp.int32))
+
+
+def per_row(jobs: Jobs) -> Jobs:
+    """Gives jobs of one window per row, `[B]`, the axis that counts windows."""
+    return jax.tree.map(lambda x: x[:, None], jobs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One step of a group of layers: decided once, used by each of them.
+
+    Attributes:
+      start: int32 `[B]`, the order of each row's first new token.
+      count: int32 `[B]`, how many new tokens were given.
+      order: int32 `[B, T]`, where compacted tokens come from, or `None` if they stand in front.
+      jobs: The writes.
+      after: The index once the step is done.
+    """
+
+    start: jax.Array
+    count: jax.Array
+    order: jax.Array | None
+    jobs: Jobs
+    after: Index
+
+
+class Layout(Protocol):
+    """Says where tokens go; a frozen, hashable dataclass. One file each."""
+
+    def create(self, batch: int, capacity: int) -> Index:
+        """Makes an empty index."""
+        ...
+
+    def storage(self, batch: int, capacity: int) -> tuple[int, int]:
+        """Sizes the records: `(E entries, S slots each)`."""
+        ...
+
+    def plan(self, index: Index, slots: int, length: int, count: jax.Array) -> Plan:
+        """Plans the writing of `count int32[B]` of T = `length` tokens, for entries of S slots."""
+        ...
+
+    def span(
+        self, index: Index, row: jax.Array, slots: int, size: int, reach: Reach
+    ) -> tuple[jax.Array, jax.Array]:
+        """Bounds a row's live blocks of `size` slots: int32 scalars `(first, end)`.
+
+        `reach` are the orders `[first, end)` that the row's queries may see at all.
+        """
+        ...
+
+    def locate(
+        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Finds a row's block: `(entry, first slot, order int32[size])`, -1 = not to be read."""
+        ...
+
+    def orders(self, index: Index, slots: int) -> jax.Array:
+        """Lists the order of the token in each slot of each row: int32 `[B, S]`, -1 = unfilled."""
+        ...
+
+    def rollback(self, index: Index, slots: int, count: jax.Array) -> Index:
+        """Takes back the last `count int32[B]` tokens of each row, or flags the row `refused`."""
+        ...
+
+    def tile(self, slots: int, want: int) -> int:
+        """Chooses how many slots a read takes at a time, about `want`."""
+        ...
+
+    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, jax.Array]:
+        """Makes row i a copy of row `rows[i]`: the new index, and the entries to take."""
+        ...
+
+    def reset(self, index: Index, rows: jax.Array) -> Index:
+        """Empties the rows where `rows bool[B]` is True."""
+        ...
+
+    def mask_width(self, slots: int) -> int | None:
+        """Width of a caller's mask over the whole row; `None` if orders are not bounded."""
+        ...

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of one attention layer: what a module is handed and gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv.cache.codecs import Codec
+from jaxkv.cache.contiguous import Contiguous
+from jaxkv.cache.index import Index, Layout, Plan
+from jaxkv.cache.read import BlockView, Reading, read
+from jaxkv.cache.records import Records, create_records
+from jaxkv.cache.spec import KVSpec
+from jaxkv.cache.verbs import Verbs, plan_step
+from jaxkv.cache.write import write
+from jaxkv.core.sharding import local
+from jaxkv.core.trees import static
+from jaxkv.core.visibility import Visibility
+from jaxkv.ops.api import as_bias, as_mask, attention, head_axis
+from jaxkv.ops.merge import add_sink, merge
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How scores are made: the static options of one attention call over a cache."""
+
+    rule: Visibility
+    scale: float
+    soft_cap: float | None = None
+    precision: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache(Verbs):
+    """Records of one layer with the index of its rows, and the open plan of a step.
+
+    Donate it: `jax.jit(step, donate_argnums=...)` writes it in place, and the one that was
+    passed in is gone.
+    """
+
+    index: Index
+    records: Records
+    plan: Plan | None
+    layout: Layout = static()
+    replicas: int = static()
+
+    def _parts(self) -> Any:
+        return (self.layout,), (self.index,), (self.records,), (0,)
+
+    def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> LayerCache:
+        return dataclasses.replace(self, index=indices[0], records=layers[0])
+
+    def open(
+        self, length: int, lengths: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> LayerCache:
+        """Plans this call's T = `length` tokens, unless a model has done so for its layers."""
+        if self.plan is not None:
+            return self
+        plan = plan_step(self.layout, self.index, self.records.slots, length, lengths, segment_ids)
+        return dataclasses.replace(self, plan=plan)
+
+    def close(self) -> LayerCache:
+        """Ends the step: the index moves on."""
+        return dataclasses.replace(self, index=self._opened().after, plan=None)
+
+    def new_orders(self, length: int) -> tuple[jax.Array, jax.Array]:
+        """Gives order int32 `[B, T]` and reality bool `[B, T]` of this call's tokens."""
+        plan = self._opened()
+        token = jnp.arange(length, dtype=jnp.int32)[None]
+        return plan.start[:, None] + token, token < plan.count[:, None]
+
+    def attend(
+        self,
+        query: jax.Array,
+        scoring: Scoring,
+        *,
+        q_order: jax.Array,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        view: BlockView | None = None,
+        weights: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attends to the tokens that are stored, before any write of this step.
+
+        Args:
+          query: `[B, T, N, H]`.
+          scoring: Rule, scale and so on.
+          q_order: int32 `[B, T]`.
+          mask: bool `[B|1, N|1, T|1, S]` by order of the key.
+          bias: float, same shape.
+          view: Another form of the records (MLA: expanded heads), or `None`.
+          weights: The view's arrays.
+
+        Returns:
+          `(out float32[B, T, N, V], lse float32[B, T, N])`.
+        """
+        r = self.records
+        how = Reading(
+            r.spec,
+            r.codec,
+            self.layout,
+            scoring.rule,
+            scoring.scale,
+            scoring.soft_cap,
+            scoring.precision,
+            view,
+        )
+        heads = head_axis(r.spec.kv_heads)
+
+        def run(query, planes, index, q_order, mask, bias, weights):
+            return read(how, query, planes, index, q_order, mask, bias, weights)
+
+        scores = ("batch", heads, None, None)
+        in_axes = (
+            ("batch", None, heads),
+            self._plane_axes(heads),
+            ("batch",),
+            ("batch",),
+            scores,
+            scores,
+            view.weight_axes if view is not None else (),
+        )
+        out_axes = (("batch", None, heads), ("batch", None, heads))
+        args = (query, r.planes, self.index, q_order, mask, bias, weights)
+        return local(run, in_axes, out_axes)(*args)
+
+    def write(self, key: jax.Array, value: jax.Array | None) -> LayerCache:
+        """Stores this step's tokens: key `[B, T, K, H + shared]`, value `[B, T, K, V]` or None."""
+        r, plan = self.records, self._opened()
+        new = r.codec.encode(r.spec, key, value)
+        axes = self._plane_axes(head_axis(r.spec.kv_heads))
+        planes = local(write, (axes, axes, ("batch",)), axes)(r.planes, new, plan.jobs)
+        return dataclasses.replace(self, records=dataclasses.replace(r, planes=planes))
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array | None,
+        scoring: Scoring,
+        *,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        sink_logits: jax.Array | None = None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, jax.Array, LayerCache]:
+        """Attends to stored and new tokens, then stores the new ones.
+
+        Args:
+          query: `[B, T, N, H]` (H with the shared part).
+          key: `[B, T, K, H]`, rotated.
+          value: `[B, T, K, V]`, or `None` if it lies in the key.
+          scoring: Rule, scale and so on.
+          mask: bool, broadcastable to `[B, N, T, S]`, by order of the key.
+          bias: float, likewise.
+          sink_logits: `[N]` or `None`.
+          implementation: Of the new tokens' part.
+
+        Returns:
+          `(out float32[B, T, N, V], lse float32[B, T, N], cache)`; padding gives 0 and -inf.
+        """
+        B, T, N, _ = query.shape
+        cache = self.open(T)
+        key, value = cache.seen_through_codec(*cache.replicated(key, value))
+        mask, bias = cache.checked(mask, bias, (B, N, T))
+        q_order, _ = cache.new_orders(T)
+        old = cache.attend(query, scoring, q_order=q_order, mask=mask, bias=bias)
+        new = cache.attend_new(
+            query, key, value, scoring, mask=mask, bias=bias, implementation=implementation
+        )
+        out, lse = cache.joined([old, new], sink_logits)
+        written = cache.after(out).write(key, value)
+        return out, lse, written if self.plan is not None else written.close()
+
+    def seen_through_codec(
+        self, key: jax.Array, value: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Passes new tokens through the codec, so that results do not depend on chunking."""
+        r = self.records
+        stored_key, stored_value = r.codec.decode(r.spec, r.codec.encode(r.spec, key, value))
+        return stored_key.astype(key.dtype), stored_value.astype(key.dtype)
+
+    def attend_new(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        scoring: Scoring,
+        *,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attends to this call's own tokens; mask and bias as in `attend`."""
+        T, plan = query.shape[1], self._opened()
+        q_order, real = self.new_orders(T)
+        return attention(
+            query,
+            key,
+            value,
+            causal=scoring.rule.causal,
+            window=scoring.rule.window,
+            pinned=scoring.rule.pinned,
+            query_order=q_order,
+            key_order=jnp.where(real, q_order, -1),
+            mask=_columns(mask, plan.start, T, False),
+            bias=_columns(bias, plan.start, T, 0),
+            scale=scoring.scale,
+            soft_cap=scoring.soft_cap,
+            precision=scoring.precision,
+            implementation=implementation,
+            return_lse=True,
+        )
+
+    def joined(
+        self, parts: list[tuple[jax.Array, jax.Array]], sink_logits: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Merges the parts of one step, adds the sink once, and empties padding."""
+        out, lse = merge([o for o, _ in parts], [l for _, l in parts])
+        out, lse = add_sink(out, lse, sink_logits)
+        _, real = self.new_orders(out.shape[1])
+        real = real[:, :, None]
+        return jnp.where(real[..., None], out, 0.0), jnp.where(real, lse, -jnp.inf)
+
+    def after(self, out: jax.Array) -> LayerCache:
+        """Orders the coming write after the reads that made `out`, so that it is in place."""
+        planes, _ = lax.optimization_barrier((self.records.planes, out))
+        return dataclasses.replace(self, records=dataclasses.replace(self.records, planes=planes))
+
+    def replicated(
+        self, key: jax.Array, value: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Repeats KV heads where a mesh has more tensor devices than heads."""
+        if self.replicas == 1:
+            return key, value
+        repeat = lambda x: None if x is None else jnp.repeat(x, self.replicas, axis=2)  # noqa: E731
+        return repeat(key), repeat(value)
+
+    def checked(
+        self, mask: jax.Array | None, bias: jax.Array | None, sizes: tuple[int, int, int]
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Checks a mask and a bias against the row's capacity and lifts them to 4-D."""
+        width = self.layout.mask_width(self.records.slots)
+        if width is None and (mask is not None or bias is not None):
+            raise ValueError(f"{self.layout} has no fixed key axis: it takes no mask or bias.")
+        want = (*sizes, width or 0)
+        return as_mask(mask, want), as_bias(bias, want)
+
+    def _opened(self) -> Plan:
+        if self.plan is None:
+            raise ValueError("this cache has no open step: call cache.open(T, lengths) first.")
+        return self.plan
+
+    def _plane_axes(self, heads: str | None) -> dict[str, tuple[str | None, ...]]:
+        axes = self.records.axes()
+        if heads is not None:
+            return axes
+        return {n: tuple(None if a == "kv_heads" else a for a in ax) for n, ax in axes.items()}
+
+
+def create_layer(
+    spec: KVSpec,
+    codec: Codec,
+    batch: int,
+    capacity: int,
+    *,
+    layout: Layout | None = None,
+    lanes: int = 1,
+    replicas: int = 1,
+) -> LayerCache:
+    """Allocates an empty cache for one layer.
+
+    Args:
+      spec: The variant's record, without replication.
+      codec: How records are stored.
+      batch: B.
+      capacity: Slots of each row, in tokens.
+      layout: Where tokens go; default contiguous.
+      lanes: Minor widths are padded to a multiple of this.
+      replicas: How many times each KV head is stored.
+
+    Returns:
+      The cache.
+
+    Raises:
+      ValueError: If a size is not positive.
+    """
+    if batch < 0 or capacity < 1 or lanes < 1:
+        raise ValueError(f"batch={batch}, capacity={capacity}, lanes={lanes}: want >= 0, 1, 1.")
+    layout = layout if layout is not None else Contiguous()
+    entries, slots = layout.storage(batch, capacity)
+    records = create_records(spec.replicated(replicas), codec, entries, slots, lanes)
+    return LayerCache(layout.create(batch, capacity), records, None, layout, replicas)
+
+
+def _columns(x: jax.Array | None, start: jax.Array, length: int, fill: Any) -> jax.Array | None:
+    """Picks the columns of this call's own tokens: `[B, N|1, T|1, T]`."""
+    if x is None:
+        return None
+    x = jnp.broadcast_to(x, (start.shape[0], *x.shape[1:]))
+    columns = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    take = lambda row, i: jnp.take(row, i, axis=-1, mode="fill", fill_value=fill)  # noqa: E731
+    return jax.vmap(take)(x, columns)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of a whole model: one index per group of layers, and each layer's records."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxkv.cache.index import Index, Layout, Plan
+from jaxkv.cache.layer_cache import LayerCache
+from jaxkv.cache.records import Records
+from jaxkv.cache.verbs import Verbs, plan_step
+from jaxkv.core.trees import static
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelCache(Verbs):
+    """Records of every layer, with one index per group of layers alike in layout and size.
+
+    Donate it: `jax.jit(step, donate_argnums=...)` writes it in place, and the one that was
+    passed in is gone.
+    """
+
+    indices: tuple[Index, ...]
+    layers: tuple[Records, ...]
+    plans: tuple[Plan, ...] | None
+    layouts: tuple[Layout, ...] = static()
+    groups: tuple[int, ...] = static()
+    replicas: tuple[int, ...] = static()
+
+    def _parts(self) -> Any:
+        return self.layouts, self.indices, self.layers, self.groups
+
+    def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> ModelCache:
+        return dataclasses.replace(self, indices=indices, layers=layers)
+
+    def open(
+        self, length: int, lengths: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> ModelCache:
+        """Plans this call's T = `length` tokens, once for each group of layers."""
+        plans = tuple(
+            plan_step(lay, i, self.layers[self.groups.index(g)].slots, length, lengths, segment_ids)
+            for g, (lay, i) in enumerate(zip(self.layouts, self.indices, strict=True))
+        )
+        return dataclasses.replace(self, plans=plans)
+
+    def layer(self, number: int) -> LayerCache:
+        """Hands out one layer with its group's index and plan."""
+        group = self.groups[number]
+        return LayerCache(
+            self.indices[group],
+            self.layers[number],
+            None if self.plans is None else self.plans[group],
+            self.layouts[group],
+            self.replicas[number],
+        )
+
+    def close(self, layers: Sequence[LayerCache]) -> ModelCache:
+        """Ends the step: takes the layers' records back, and the indices move on."""
+        if self.plans is None:
+            raise ValueError("this cache has no open step: call cache.open(T, lengths) first.")
+        return dataclasses.replace(
+            self,
+            indices=tuple(p.after for p in self.plans),
+            layers=tuple(layer.records for layer in layers),
+            plans=None,
+        )
+
+
+def gather_layers(layers: Sequence[LayerCache]) -> ModelCache:
+    """Joins fresh layer caches into a model's; layers alike in layout and size share an index."""
+    keys = [(layer.layout, layer.records.slots, layer.lengths.shape) for layer in layers]
+    kinds = list(dict.fromkeys(keys))
+    return ModelCache(
+        tuple(layers[keys.index(k)].index for k in kinds),
+        tuple(layer.records for layer in layers),
+        None,
+        tuple(k[0] for k in kinds),
+        tuple(kinds.index(k) for k in keys),
+        tuple(layer.replicas for layer in layers),
+    )

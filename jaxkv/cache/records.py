@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stored arrays of one layer, and their exact size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache.codecs import Codec, Plane, Planes
+from jaxkv.cache.spec import KVSpec
+from jaxkv.core.trees import static
+
+PLANE_AXES = ("batch", "kv_heads", "slots", "head_dim")
+SHARED_AXES = ("batch", None, "slots", "head_dim")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """What one layer stores.
+
+    Attributes:
+      planes: name -> array `[E, heads, S, ...]`.
+      spec: The shape of a record.
+      codec: How it is stored.
+      lanes: The minor width of every plane is a multiple of this (128 on TPU).
+    """
+
+    planes: Planes
+    spec: KVSpec = static()
+    codec: Codec = static()
+    lanes: int = static()
+
+    @property
+    def slots(self) -> int:
+        """S, the slots of one entry."""
+        return next(iter(self.planes.values())).shape[2]
+
+    def axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Names the logical axes of every plane."""
+        return {n: plane_axes(x.shape[1], x.ndim) for n, x in self.planes.items()}
+
+
+def plane_axes(heads: int, ndim: int) -> tuple[str | None, ...]:
+    """Names the logical axes of a plane: a single head is not split."""
+    return (PLANE_AXES if heads > 1 else SHARED_AXES)[:ndim]
+
+
+def create_records(
+    spec: KVSpec,
+    codec: Codec,
+    entries: int,
+    slots: int,
+    lanes: int = 1,
+    fill: Callable[..., Any] = jnp.zeros,
+) -> Records:
+    """Allocates the records of one layer, every plane a buffer of its own.
+
+    Args:
+      spec: The shape of a record.
+      codec: How it is stored, with its dtype known.
+      entries: E.
+      slots: S, in tokens.
+      lanes: Multiple that minor widths are padded to.
+      fill: Called as `fill(shape, dtype)`; `jax.ShapeDtypeStruct` counts without allocating.
+
+    Returns:
+      Empty records.
+    """
+    planes = codec.planes(spec, lanes)
+    arrays = {n: fill((entries, p.heads, slots, *p.trailing), p.dtype) for n, p in planes.items()}
+    return Records(arrays, spec, codec, lanes)
+
+
+def bytes_per_token(spec: KVSpec, codec: Codec) -> int:
+    """Counts the bytes of one token in one layer, as specified, without any padding.
+
+    >>> from jaxkv.cache.codecs import Raw
+    >>> 61 * bytes_per_token(KVSpec(1, 576, 512, value_offset=0), Raw(jnp.bfloat16))  # DeepSeek-V3
+    70272
+    """
+
+    def one(plane: Plane) -> int:
+        own = (*plane.trailing[:-1], plane.width) if plane.trailing else ()
+        return plane.heads * math.prod(own) * _bits(plane.dtype)
+
+    return sum(one(p) for p in codec.planes(spec, 1).values()) // 8
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Counts an array's bytes; native int4 holds two numbers a byte."""
+    return -(-math.prod(leaf.shape) * _bits(leaf.dtype) // 8)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Counts the bytes of every array of a tree."""
+    return sum(leaf_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _bits(dtype: Any) -> int:
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return dtype.itemsize * 8
+
+
+# Rows of one tile of the last two axes on TPU; a tile is 128 lanes wide.
+TILE_LANES = 128
+TILE_BITS = 8 * 32
+
+
+def physical_bytes(leaf: Any, tiled: bool) -> int:
+    """Counts the bytes an array takes in device memory.
+
+    On TPU the minor axis is padded to 128 lanes and the one before it to a tile's rows
+    (8 for 32-bit, 16 for 16-bit, 32 for 8-bit numbers); elsewhere nothing is padded.
+    """
+    if not tiled or len(leaf.shape) < 2:
+        return leaf_bytes(leaf)
+    *lead, rows, lanes = leaf.shape
+    bits = _bits(leaf.dtype)
+    step = max(TILE_BITS // bits, 1)
+    padded = (-(-rows // step) * step) * (-(-lanes // TILE_LANES) * TILE_LANES)
+    return math.prod(lead) * padded * bits // 8

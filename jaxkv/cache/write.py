@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one writer: a loop of masked windows over a plan's live jobs, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkv.cache.codecs import Planes
+from jaxkv.cache.index import Jobs
+
+
+@jax.custom_vjp
+def write(planes: Planes, new: Planes, jobs: Jobs) -> Planes:
+    """Writes new tokens into their slots; nothing else is touched.
+
+    One loop serves all planes and layouts. It is in place when `planes` is donated, where a
+    scatter relayouts 8-bit and 64-wide caches and unrolled windows copy the cache.
+
+    Args:
+      planes: Storage, each `[E, heads, S, ...]`.
+      new: Encoded tokens, each `[B, heads, T, ...]` with the dtypes of `planes`.
+      jobs: Which token goes where.
+
+    Returns:
+      The planes with the tokens in them. Lane padding of a written slot becomes 0.
+    """
+    jobs, live = jobs.live_first()
+    frames = {name: _framed(x, planes[name], jobs.width) for name, x in new.items()}
+
+    def body(j: jax.Array, planes: Planes) -> Planes:
+        out = dict(planes)
+        for name, frame in frames.items():
+            old = _slot_window(planes[name], jobs, j)
+            kept = jnp.where(_chosen(jobs, j, old), _token_window(frame, jobs, j), old)
+            out[name] = _put(planes[name], kept, jobs.entry[j], jobs.slot[j])
+        return out
+
+    return lax.fori_loop(0, live, body, dict(planes))
+
+
+def _forward(planes: Planes, new: Planes, jobs: Jobs) -> tuple[Planes, tuple[Planes, Jobs]]:
+    return write(planes, new, jobs), (new, jobs)
+
+
+def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes, None]:
+    """Sends each written slot's gradient to its token, and none to what it overwrote."""
+    new, jobs = saved
+    jobs, live = jobs.live_first()
+    floats = {n: g for n, g in grads.items() if jnp.issubdtype(new[n].dtype, jnp.floating)}
+    frames = {n: jnp.zeros_like(_framed(new[n], g, jobs.width)) for n, g in floats.items()}
+
+    def body(j: jax.Array, carry: tuple[Planes, Planes]) -> tuple[Planes, Planes]:
+        slots, tokens = dict(carry[0]), dict(carry[1])
+        for name in floats:
+            grad = _slot_window(slots[name], jobs, j)
+            chosen = _chosen(jobs, j, grad)
+            given = jnp.where(chosen, grad, _token_window(tokens[name], jobs, j))
+            place = jobs.offset[j] + jobs.width
+            tokens[name] = _put(tokens[name], given, jobs.row[j], place)
+            left = jnp.where(chosen, jnp.zeros_like(grad), grad)
+            slots[name] = _put(slots[name], left, jobs.entry[j], jobs.slot[j])
+        return slots, tokens
+
+    slots, tokens = lax.fori_loop(0, live, body, (floats, frames))
+    unframed = {n: _unframed(x, new[n], jobs.width) for n, x in tokens.items()}
+    return {**grads, **slots}, {**jax.tree.map(zero_cotangent, new), **unframed}, None
+
+
+write.defvjp(_forward, _backward)
+
+
+def zero_cotangent(x: jax.Array) -> Any:
+    """Makes the zero cotangent of an array: float0 for integers."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.zeros_like(x) if floating else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def window_of(x: jax.Array, entry: jax.Array, slot: jax.Array, width: int) -> jax.Array:
+    """Slices `width` slots of one entry: `[1, heads, width, ...]`."""
+    start = (entry, jnp.zeros_like(entry), slot) + (jnp.zeros_like(entry),) * (x.ndim - 3)
+    return lax.dynamic_slice(x, start, (1, x.shape[1], width, *x.shape[3:]))
+
+
+def _put(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Array) -> jax.Array:
+    start = (entry, jnp.zeros_like(entry), slot) + (jnp.zeros_like(entry),) * (x.ndim - 3)
+    return lax.dynamic_update_slice(x, window, start)
+
+
+def _slot_window(plane: jax.Array, jobs: Jobs, j: jax.Array) -> jax.Array:
+    return window_of(plane, jobs.entry[j], jobs.slot[j], jobs.width)
+
+
+def _token_window(frame: jax.Array, jobs: Jobs, j: jax.Array) -> jax.Array:
+    return window_of(frame, jobs.row[j], jobs.offset[j] + jobs.width, jobs.width)
+
+
+def _chosen(jobs: Jobs, j: jax.Array, like: jax.Array) -> jax.Array:
+    lane = jnp.arange(jobs.width, dtype=jnp.int32)
+    chosen = (lane >= jobs.low[j]) & (lane < jobs.high[j])
+    return chosen.reshape((1, 1, jobs.width) + (1,) * (like.ndim - 3))
+
+
+def _framed(new: jax.Array, plane: jax.Array, width: int) -> jax.Array:
+    """Pads tokens by a window on both sides and channels up to the plane's lanes."""
+    lanes = [(0, want - have) for want, have in zip(plane.shape[3:], new.shape[3:], strict=True)]
+    return jnp.pad(new, [(0, 0), (0, 0), (width, width), *lanes])
+
+
+def _unframed(frame: jax.Array, new: jax.Array, width: int) -> jax.Array:
+    start = (0, 0, width) + (0,) * (new.ndim - 3)
+    return lax.slice(frame, start, [a + b for a, b in zip(start, new.shape, strict=True)])
+
+
+def add_window(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Array) -> jax.Array:
+    """Adds a window `[1, heads, width, ...]` to the slots it was sliced from."""
+    old = window_of(x, entry, slot, window.shape[2])
+    return _put(x, old + window, entry, slot)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an attention implementation is handed: checked arrays and the static choices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.core.trees import static
+from jaxkv.core.visibility import Visibility, visible
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """One attention call, checked and normalised by `ops.api`.
+
+    Shapes: query `[B, T, N, H]`, key `[B, S, K, H]`, value `[B, S, K, V]`; orders int32 `[B|1, T]`
+    and `[B|1, S]` (-1 = unfilled); segments int32 `[B, T]`, `[B, S]` or None; mask bool and
+    bias float, both 4-D and broadcastable to `[B, N, T, S]`, or None; sink_logits float `[N]`;
+    dropout_keys `[B, N]`, a PRNG key per row and head, so that a mesh draws what one device draws.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    q_order: jax.Array
+    k_order: jax.Array
+    q_segments: jax.Array | None
+    k_segments: jax.Array | None
+    mask: jax.Array | None
+    bias: jax.Array | None
+    sink_logits: jax.Array | None
+    dropout_keys: jax.Array | None
+    rule: Visibility = static()
+    scale: float = static()
+    soft_cap: float | None = static()
+    dropout_rate: float = static()
+    precision: Any = static()
+    all_filled: bool = static()
+
+    @property
+    def groups(self) -> int:
+        """G, the query heads that share one KV head."""
+        return self.query.shape[2] // self.key.shape[2]
+
+    def emptied(self, x: jax.Array) -> jax.Array:
+        """Zeroes the keys or values `[B, S, K, *]` of unfilled slots and padding.
+
+        Such a slot may hold NaN, and a weight of 0 times NaN is NaN.
+        """
+        filled = None if self.all_filled else self.k_order >= 0
+        if self.k_segments is not None:
+            real = self.k_segments != 0
+            filled = real if filled is None else filled & real
+        if filled is None:
+            return x
+        filled = jnp.broadcast_to(filled, x.shape[:2])[:, :, None, None]
+        return jnp.where(filled, x, jnp.zeros((), x.dtype))
+
+    def seen(self) -> jax.Array:
+        """Applies the visibility rule: bool `[B|1, N|1, T, S]`."""
+        return visible(
+            self.rule, self.q_order, self.k_order, self.q_segments, self.k_segments, self.mask
+        )
+
+
+class Implementation(Protocol):
+    """One way to compute attention; a new kernel is one file with one of these."""
+
+    @property
+    def name(self) -> str:
+        """The name that users choose it by."""
+        ...
+
+    def refuses(self, operands: Operands) -> str | None:
+        """Says which feature is missing for this call, or `None` if it can serve."""
+        ...
+
+    def run(self, operands: Operands) -> tuple[jax.Array, jax.Array]:
+        """Computes `(out [B, T, N, V], lse float32[B, T, N])`, sinks included."""
+        ...
+
+
+def capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Squashes scores into (-cap, cap) by tanh (Gemma 2, arXiv:2408.00118, section 2)."""
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def masked_softmax(scores: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Normalises float32 scores over the keys that are seen.
+
+    Args:
+      scores: float32 `[..., S]`; entries that are not seen may be anything, NaN included.
+      seen: bool, same shape.
+
+    Returns:
+      `(weights [..., S], lse [...])`; a row that sees nothing has weights 0 and lse -inf, and
+      its gradient is 0.
+    """
+    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True, initial=-jnp.inf)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
+    # `where` on both sides of exp: an unseen score must not reach exp's gradient either.
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top, 0.0)), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    empty = total == 0
+    weights = weights / jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + top)
+    return weights, lse[..., 0]
