@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -113,9 +114,6 @@ class LayerCache(Verbs):
         )
         heads = head_axis(r.spec.kv_heads)
 
-        def run(query, planes, index, q_order, mask, bias, weights):
-            return read(how, query, planes, index, q_order, mask, bias, weights)
-
         scores = ("batch", heads, None, None)
         in_axes = (
             ("batch", None, heads),
@@ -128,7 +126,7 @@ class LayerCache(Verbs):
         )
         out_axes = (("batch", None, heads), ("batch", None, heads))
         args = (query, r.planes, self.index, q_order, mask, bias, weights)
-        return local(run, in_axes, out_axes)(*args)
+        return local(functools.partial(read, how), in_axes, out_axes)(*args)
 
     def write(self, key: jax.Array, value: jax.Array | None) -> LayerCache:
         """Stores this step's tokens: key `[B, T, K, H + shared]`, value `[B, T, K, V]` or None."""
@@ -222,7 +220,7 @@ class LayerCache(Verbs):
         self, parts: list[tuple[jax.Array, jax.Array]], sink_logits: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Merges the parts of one step, adds the sink once, and empties padding."""
-        out, lse = merge([o for o, _ in parts], [l for _, l in parts])
+        out, lse = merge([o for o, _ in parts], [lse for _, lse in parts])
         out, lse = add_sink(out, lse, sink_logits)
         _, real = self.new_orders(out.shape[1])
         real = real[:, :, None]
@@ -239,8 +237,9 @@ class LayerCache(Verbs):
         """Repeats KV heads where a mesh has more tensor devices than heads."""
         if self.replicas == 1:
             return key, value
-        repeat = lambda x: None if x is None else jnp.repeat(x, self.replicas, axis=2)  # noqa: E731
-        return repeat(key), repeat(value)
+        if value is not None:
+            value = jnp.repeat(value, self.replicas, axis=2)
+        return jnp.repeat(key, self.replicas, axis=2), value
 
     def checked(
         self, mask: jax.Array | None, bias: jax.Array | None, sizes: tuple[int, int, int]
@@ -305,5 +304,5 @@ def _columns(x: jax.Array | None, start: jax.Array, length: int, fill: Any) -> j
         return None
     x = jnp.broadcast_to(x, (start.shape[0], *x.shape[1:]))
     columns = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    take = lambda row, i: jnp.take(row, i, axis=-1, mode="fill", fill_value=fill)  # noqa: E731
+    take = functools.partial(jnp.take, axis=-1, mode="fill", fill_value=fill)
     return jax.vmap(take)(x, columns)

@@ -205,8 +205,8 @@ def _backward(how: Reading, saved: tuple, grads: tuple[jax.Array, jax.Array]) ->
             return d_q + d_q1.astype(jnp.float32), d_planes, Inputs(d_bias, d_weights)
 
         start = (jnp.zeros(q.shape, jnp.float32), *carry)
-        d_q, *carry = lax.fori_loop(*row.span(), body, start)
-        return tuple(carry), d_q.astype(q.dtype)
+        d_q, d_planes, d_inputs = lax.fori_loop(*row.span(), body, start)
+        return (d_planes, d_inputs), d_q.astype(q.dtype)
 
     d_planes = {n: jnp.zeros_like(x) for n, x in planes.items() if _floating(x)}
     wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), inputs)
