@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxkv.cache.codecs import Codec
 from jaxkv.cache.contiguous import Contiguous
-from jaxkv.cache.index import Index, Layout, Plan
+from jaxkv.cache.index import Index, Jobs, Layout, Plan
 from jaxkv.cache.read import BlockView, Reading, read
 from jaxkv.cache.records import Records, create_records
 from jaxkv.cache.spec import KVSpec
@@ -63,8 +63,14 @@ class LayerCache(Verbs):
         """Plans this call's T = `length` tokens, unless a model has done so for its layers."""
         if self.plan is not None:
             return self
-        plan = plan_step(self.layout, self.index, self.records.slots, length, lengths, segment_ids)
-        return dataclasses.replace(self, plan=plan)
+        return dataclasses.replace(self, plan=self.planned(length, lengths, segment_ids))
+
+    def planned(
+        self, length: int, lengths: jax.Array | None, segment_ids: jax.Array | None
+    ) -> Plan:
+        """Makes the plan of one step."""
+        slots = self.records.slots
+        return plan_step(self.layout, self.index, slots, length, lengths, segment_ids)
 
     def close(self) -> LayerCache:
         """Ends the step: the index moves on."""
@@ -108,6 +114,7 @@ class LayerCache(Verbs):
             self.layout,
             scoring.rule,
             scoring.scale,
+            max(1, query.shape[2] // r.spec.kv_heads),
             scoring.soft_cap,
             scoring.precision,
             view,
@@ -227,9 +234,17 @@ class LayerCache(Verbs):
         return jnp.where(real[..., None], out, 0.0), jnp.where(real, lse, -jnp.inf)
 
     def after(self, out: jax.Array) -> LayerCache:
-        """Orders the coming write after the reads that made `out`, so that it is in place."""
-        planes, _ = lax.optimization_barrier((self.records.planes, out))
-        return dataclasses.replace(self, records=dataclasses.replace(self.records, planes=planes))
+        """Orders the coming write after the reads that made `out [B, T, N, V]`.
+
+        XLA writes a buffer in place only if it can prove that all readers are done. Reads and
+        write share no data, and barriers are gone when copies are inserted; so the jobs are
+        made to depend on the outputs, on every device on its own ones.
+        """
+        plan = self._opened()
+        heads = head_axis(self.records.spec.kv_heads)
+        in_axes = (("batch",), ("batch", None, heads))
+        jobs = local(_awaiting, in_axes, ("batch",))(plan.jobs, lax.stop_gradient(out))
+        return dataclasses.replace(self, plan=dataclasses.replace(plan, jobs=jobs))
 
     def replicated(
         self, key: jax.Array, value: jax.Array | None
@@ -296,6 +311,16 @@ def create_layer(
     entries, slots = layout.storage(batch, capacity)
     records = create_records(spec.replicated(replicas), codec, entries, slots, lanes)
     return LayerCache(layout.create(batch, capacity), records, None, layout, replicas)
+
+
+def _awaiting(jobs: Jobs, out: jax.Array) -> Jobs:
+    """Gives the same jobs, which can only be known once `out` is."""
+    if out.size == 0:
+        return jobs
+    bits = lax.bitcast_convert_type(out.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    # Always 0, whatever the bits are, but not to a compiler that simplifies without ranges.
+    zero = jnp.minimum(bits & 1, 0)
+    return dataclasses.replace(jobs, high=jobs.high + zero)
 
 
 def _columns(x: jax.Array | None, start: jax.Array, length: int, fill: Any) -> jax.Array | None:

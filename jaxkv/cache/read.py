@@ -27,9 +27,8 @@ BLOCK_SLOTS = (128, 512)
 class BlockView(Protocol):
     """Turns a block into another form before it is attended (MLA: expanded heads)."""
 
-    @property
-    def spec(self) -> KVSpec:
-        """The record that the queries of this form fit."""
+    def spec(self, num_heads: int) -> KVSpec:
+        """The record that this form's `num_heads` queries (a device's share) fit."""
         ...
 
     def apply(self, weights: Any, spec: KVSpec, codec: Codec, block: Planes) -> Planes:
@@ -56,13 +55,17 @@ class Reading:
     layout: Layout
     rule: Visibility
     scale: float
+    groups: int  # query heads that share a KV head of the records
     soft_cap: float | None = None
     precision: Any = None
     view: BlockView | None = None
 
-    def read_spec(self) -> KVSpec:
-        """The record that queries fit."""
-        return self.spec if self.view is None else self.view.spec
+    def read_spec(self, num_heads: int) -> KVSpec:
+        """The record that `num_heads` queries, a device's share, fit."""
+        if self.view is not None:
+            return self.view.spec(num_heads)
+        # One KV head serves any share of the query heads; several are shared out alike.
+        return dataclasses.replace(self.spec, kv_heads=max(1, num_heads // self.groups))
 
 
 class Inputs(NamedTuple):
@@ -101,9 +104,9 @@ def read(
     are not filled are emptied block by block, so what stands in them reaches nothing.
     """
     B, T, N, H = query.shape
-    K = how.read_spec().kv_heads
+    spec = how.read_spec(N)
+    K, V = spec.kv_heads, spec.value_width
     if B == 0 or T == 0:
-        V = how.read_spec().value_width
         return jnp.zeros((B, T, N, V)), jnp.full((B, T, N), -jnp.inf)
     # [B, K, G*T, H]: all query rows of a KV head in one product.
     rows = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
@@ -124,7 +127,7 @@ def _read(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the forward loop: `([B, K, M, V], [B, K, M])`, float32."""
     size, slots = _tile(how, query, planes)
-    V = how.read_spec().value_width
+    V = how.read_spec(query.shape[1]).value_width
 
     def row_body(_: None, b: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         row = _Row(how, planes, index, q_order, mask, b, size, slots)
@@ -299,21 +302,21 @@ class _Row:
 def _scores(
     how: Reading, query: jax.Array, block: Planes, weights: Any, bias: jax.Array | None
 ) -> jax.Array:
-    spec, codec, block = _viewed(how, block, weights)
+    spec, codec, block = _viewed(how, block, weights, query.shape[0])
     scores = capped(codec.scores(spec, query, block, how.precision) * how.scale, how.soft_cap)
     return scores if bias is None else scores + bias
 
 
 def _mix(how: Reading, p: jax.Array, block: Planes, weights: Any) -> jax.Array:
-    spec, codec, block = _viewed(how, block, weights)
+    spec, codec, block = _viewed(how, block, weights, p.shape[0])
     return codec.mix(spec, p, block, how.precision)
 
 
-def _viewed(how: Reading, block: Planes, weights: Any) -> tuple[KVSpec, Codec, Planes]:
+def _viewed(how: Reading, block: Planes, weights: Any, heads: int) -> tuple[KVSpec, Codec, Planes]:
     if how.view is None:
         return how.spec, how.codec, block
     view = how.view
-    return view.spec, view.codec, view.apply(weights, how.spec, how.codec, block)
+    return view.spec(heads), view.codec, view.apply(weights, how.spec, how.codec, block)
 
 
 def _per_row(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

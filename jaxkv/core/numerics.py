@@ -19,11 +19,13 @@ class Numerics:
       dtype: Compute dtype; `None` means the dtype of the input.
       param_dtype: Storage dtype of parameters.
       precision: Passed to every matrix product, as in `jax.lax.dot_general`.
+      implementation: Who computes attention over a call's own tokens, as in `ops.attention`.
     """
 
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: Any = None
+    implementation: str | None = None
 
     def compute(self, x: jax.Array) -> jax.Array:
         """Casts an activation to the compute dtype."""

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every self-attention module does; a variant states its record and its projections."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxkv.attention.options import ScoreOptions
+from jaxkv.attention.tokens import (
+    Tokens,
+    cached_tokens,
+    check_token_arguments,
+    compacted,
+    compacted_rows,
+    restored,
+    uncached_tokens,
+)
+from jaxkv.cache.codecs import Codec, Raw
+from jaxkv.cache.index import Layout, Plan
+from jaxkv.cache.layer_cache import LayerCache, Scoring, create_layer
+from jaxkv.cache.spec import KVSpec
+from jaxkv.core.numerics import Numerics
+from jaxkv.core.rotary import Rotary
+from jaxkv.core.sharding import axis_size
+from jaxkv.core.visibility import Visibility
+from jaxkv.ops.api import attention
+
+logger = logging.getLogger("jaxkv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one call adds to the tokens: masks, biases and dropout."""
+
+    tokens: Tokens
+    mask: jax.Array | None
+    bias: jax.Array | None
+    dropout_key: jax.Array | None
+
+
+class Attention(nnx.Module):
+    """Base of the self-attention variants.
+
+    A variant gives `spec` (the record of a token), `project` (queries, keys and values of new
+    tokens) and, where its parts take several forms, its own `attend` and `attend_cached`.
+    """
+
+    spec: KVSpec
+    in_features: int
+    num_heads: int
+    rule: Visibility
+    rotary: Rotary | None
+    score: ScoreOptions
+    dropout_rate: float
+    numerics: Numerics
+    sink_logits: nnx.Param | None
+    out: Any
+    needs_context: ClassVar[bool] = False
+
+    def project(
+        self, x: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Projects `x [B, T, D]` to query, key and value, rotated at `positions`."""
+        raise NotImplementedError
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores."""
+        if self.score.scale is not None:
+            return self.score.scale
+        return self.spec.query_width**-0.5
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        cache: LayerCache | None = None,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attends: training without a cache; prefill, append and decode with one.
+
+        Args:
+          x: `[B, T, D]`.
+          cache: Of this module, from `init_cache`; the tokens continue its rows. Donate it.
+          positions: int32 `[B|1, T]` for the rotation, in tokens; default: from the first real
+            token of the row (or document), or from what the cache holds.
+          segment_ids: int32 `[B, T]`; 0 is padding. Without a cache, tokens of different
+            segments do not see each other (packing); a cached row is one sequence.
+          lengths: int32 `[B]`, how many of the T tokens of each row are real.
+          mask: bool, True = keep, `[S]`, `[T, S]` or `[B|1, N|1, T|1, S]`. S is T without a
+            cache, and with one the row's capacity: keys are counted from the row's start.
+          bias: Added to the scores; shapes as `mask`.
+          deterministic: False switches dropout on (training; not with a cache).
+          rngs: Gives a `dropout` key when dropout is on; never stored.
+
+        Returns:
+          `(y [B, T, out_features], cache)`; the cache is `None` if none was given.
+
+        Raises:
+          ValueError: At trace time, if anything does not fit; outside `jit` also if tokens do
+            not fit the cache.
+        """
+        self._check_input(x)
+        B, T, _ = x.shape
+        key = self._dropout_key(deterministic, rngs, cached=cache is not None)
+        x = self.numerics.compute(x)
+        if cache is None:
+            tokens = uncached_tokens(B, T, positions, segment_ids, lengths)
+            query, k, v = self.project(x, tokens.positions)
+            out = self.attend(query, k, v, Call(tokens, mask, bias, key))
+            return self._output(out), None
+        check_token_arguments(B, T, positions, segment_ids, lengths)
+        self.check_cache(cache, B)
+        opened, plan = self._opened(cache, T, lengths, segment_ids)
+        tokens = cached_tokens(plan, T, positions)
+        with jax.named_scope("project"):
+            query, k, v = self.project(compacted(x, plan), tokens.positions)
+        rows = (compacted_rows(mask, plan), compacted_rows(bias, plan))
+        out, written = self.attend_cached(query, k, v, Call(tokens, *rows, None), opened)
+        y = restored(self._output(out), plan)
+        return y, written if cache.plan is not None else written.close()
+
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array | None, call: Call
+    ) -> jax.Array:
+        """Attends without a cache: `[B, T, N, V]`."""
+        if value is None:
+            raise ValueError(f"{type(self).__name__} gives no value: it needs its own attend.")
+        return attention(query, key, value, scale=self.scale, **self.options(call))
+
+    def options(self, call: Call) -> dict[str, Any]:
+        """Gathers the options of `ops.attention` that all forms share."""
+        rule, tokens = self.rule, call.tokens
+        given: dict[str, Any] = {}
+        if tokens.segments is not None:
+            given = dict(
+                query_order=tokens.order,
+                key_order=tokens.order,
+                query_segments=tokens.segments,
+                key_segments=tokens.segments,
+            )
+        if call.dropout_key is not None:
+            given |= dict(dropout_rate=self.dropout_rate, dropout_key=call.dropout_key)
+        return dict(
+            causal=rule.causal,
+            window=rule.window,
+            pinned=rule.pinned,
+            mask=call.mask,
+            bias=call.bias,
+            soft_cap=self.score.soft_cap,
+            sink_logits=self._sinks(),
+            precision=self.numerics.precision,
+            implementation=self.numerics.implementation,
+            **given,
+        )
+
+    def attend_cached(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array | None,
+        call: Call,
+        cache: LayerCache,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Attends to an open cache and the new tokens, and stores these: `[B, T, N, V]`."""
+        out, _, cache = cache.extend(
+            query,
+            key,
+            value,
+            self.scoring(),
+            mask=call.mask,
+            bias=call.bias,
+            sink_logits=self._sinks(),
+            implementation=self.numerics.implementation,
+        )
+        return out.astype(query.dtype), cache
+
+    def scoring(self) -> Scoring:
+        """States how this module's scores are made."""
+        return Scoring(self.rule, self.scale, self.score.soft_cap, self.numerics.precision)
+
+    def init_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        layout: Layout | None = None,
+        codec: Codec | None = None,
+        lanes: int | None = None,
+    ) -> LayerCache:
+        """Makes an empty cache for this module.
+
+        Args:
+          batch: B, rows.
+          capacity: Slots of each row, in tokens.
+          layout: Where tokens go; default contiguous.
+          codec: How records are stored; default the compute dtype.
+          lanes: Minor widths are padded to a multiple of this; default 128 on TPU, else 1.
+
+        Returns:
+          The cache. On a mesh whose tensor axis has more devices than there are KV heads, each
+          head is stored several times, which is logged.
+
+        Raises:
+          ValueError: If a size is not positive, or keys rotated this way cannot be cached.
+        """
+        if self.rotary is not None:
+            self.rotary.check_cacheable()
+        dtype = self.numerics.dtype if self.numerics.dtype is not None else jnp.float32
+        return create_layer(
+            self.spec,
+            (codec if codec is not None else Raw()).resolve(dtype),
+            batch,
+            capacity,
+            layout=layout,
+            lanes=default_lanes() if lanes is None else lanes,
+            replicas=kv_replicas(self.spec.kv_heads, type(self).__name__),
+        )
+
+    def check_cache(self, cache: LayerCache, batch: int) -> None:
+        """Checks that a cache was made by a module like this one for `batch` rows.
+
+        Raises:
+          ValueError: Naming both records, or both batch sizes.
+        """
+        if not isinstance(cache, LayerCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: want a LayerCache of init_cache.")
+        want = self.spec.replicated(cache.replicas)
+        if cache.records.spec != want:
+            raise ValueError(
+                f"this cache belongs to another module: it holds {cache.records.spec}, "
+                f"{type(self).__name__} stores {want}."
+            )
+        rows = cache.index.lengths.shape
+        if rows != (batch,):
+            raise ValueError(f"the cache has {rows} rows and x has {batch}: want the same.")
+
+    def _opened(
+        self,
+        cache: LayerCache,
+        length: int,
+        lengths: jax.Array | None,
+        segment_ids: jax.Array | None,
+    ) -> tuple[LayerCache, Plan]:
+        """Plans the step; a model that has opened it has also compacted its tokens."""
+        if cache.plan is not None:
+            return cache, dataclasses.replace(cache.plan, order=None)
+        plan = cache.planned(length, lengths, segment_ids)
+        return dataclasses.replace(cache, plan=plan), plan
+
+    def _output(self, out: jax.Array) -> jax.Array:
+        with jax.named_scope("output"):
+            return self.out(out)
+
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sink_logits is None else self.sink_logits[...]
+
+    def _dropout_key(
+        self, deterministic: bool, rngs: nnx.Rngs | None, cached: bool
+    ) -> jax.Array | None:
+        if deterministic or not self.dropout_rate:
+            return None
+        if cached:
+            raise ValueError("dropout is for training: call with deterministic=True and a cache.")
+        if rngs is None:
+            raise ValueError("deterministic=False needs rngs=nnx.Rngs(dropout=key) in the call.")
+        return rngs.dropout()
+
+    def _check_input(self, x: jax.Array) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x {x.shape}: want [B, T, {self.in_features}].")
+
+
+def default_lanes() -> int:
+    """Chooses the lane multiple for the platform: 128 on TPU, else 1."""
+    return 128 if jax.default_backend() == "tpu" else 1
+
+
+def kv_replicas(kv_heads: int, name: str) -> int:
+    """Counts how often each KV head is stored on the current mesh.
+
+    Raises:
+      ValueError: If neither the heads nor the devices divide the other.
+    """
+    devices = axis_size("kv_heads")
+    if kv_heads % devices == 0:
+        return 1
+    if devices % kv_heads:
+        raise ValueError(f"{name}: {kv_heads} KV heads do not fit {devices} tensor devices.")
+    copies = devices // kv_heads
+    logger.warning(
+        "%s: %d KV heads on %d tensor devices: every head is kept by %d of them.",
+        name,
+        kv_heads,
+        devices,
+        copies,
+    )
+    return 1 if kv_heads == 1 else copies

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention whose record is one key and one value for each KV head."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import jax
+from flax import nnx
+
+from jaxkv.attention.base import Attention
+from jaxkv.attention.options import HeadOptions, ScoreOptions
+from jaxkv.attention.projection import BIAS_INIT, KERNEL_INIT, Projection, parameter
+from jaxkv.cache.spec import KVSpec
+from jaxkv.core.numerics import Numerics
+from jaxkv.core.visibility import Visibility
+
+
+class HeadAttention(Attention):
+    """Attention of N query heads over K KV heads; its variants choose K.
+
+    Args:
+      in_features: D.
+      num_heads: N.
+      num_kv_heads: K, a divisor of N.
+      **options: See `HeadOptions`.
+
+    Raises:
+      ValueError: If sizes do not fit.
+    """
+
+    def __init__(
+        self, in_features: int, num_heads: int, num_kv_heads: int, **options: Unpack[HeadOptions]
+    ) -> None:
+        check_heads(num_heads, num_kv_heads)
+        given = options.get
+        head_dim = given("head_dim") or default_head_dim(in_features, num_heads)
+        value_dim = given("value_dim") or head_dim
+        self.in_features, self.num_heads = in_features, num_heads
+        self.spec = KVSpec(num_kv_heads, head_dim, value_dim)
+        self.score = given("score") or ScoreOptions()
+        self.rule = Visibility(given("causal", True), given("window"), self.score.pinned)
+        self.rotary = given("rotary")
+        if self.rotary is not None:
+            self.rotary.width(head_dim)
+        self.dropout_rate = check_rate(given("dropout_rate", 0.0))
+        self.numerics = given("numerics") or Numerics()
+
+        rngs, bias = required_rngs(options), given("use_bias", False)
+        common: dict[str, Any] = dict(
+            numerics=self.numerics,
+            kernel_init=given("kernel_init") or KERNEL_INIT,
+            bias_init=given("bias_init") or BIAS_INIT,
+            rngs=rngs,
+        )
+        self.query, self.key, self.value = (
+            Projection(
+                (in_features,),
+                (heads, width),
+                ("embed",),
+                (axis, "head_dim"),
+                use_bias=bool(bias),
+                **common,
+            )
+            for heads, width, axis in (
+                (num_heads, head_dim, "heads"),
+                (num_kv_heads, head_dim, "kv_heads"),
+                (num_kv_heads, value_dim, "kv_heads"),
+            )
+        )
+        self.out = Projection(
+            (num_heads, value_dim),
+            (given("out_features") or in_features,),
+            ("heads", "head_dim"),
+            ("embed",),
+            use_bias=bias is True,
+            **common,
+        )
+        norm = self.score.qk_norm
+        self.query_norm = head_norm(head_dim, self.numerics, rngs) if norm else None
+        self.key_norm = head_norm(head_dim, self.numerics, rngs) if norm else None
+        self.sink_logits = sink_parameter(self.score, num_heads, self.numerics, rngs)
+
+    def project(
+        self, x: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Projects `x [B, T, D]` to query `[B,T,N,H]`, key `[B,T,K,H]`, value `[B,T,K,V]`."""
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary is not None:
+            with jax.named_scope("rotate"):
+                query = self.rotary.rotate(query, positions)
+                key = self.rotary.rotate(key, positions)
+        return query, key, value
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Checks that query heads divide over KV heads.
+
+    Raises:
+      ValueError: Naming both numbers.
+    """
+    if not 1 <= num_kv_heads <= num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot share {num_kv_heads} KV heads: want a divisor of "
+            f"{num_heads}."
+        )
+
+
+def default_head_dim(in_features: int, num_heads: int) -> int:
+    """Divides the model width over the heads.
+
+    Raises:
+      ValueError: If it does not divide.
+    """
+    if num_heads < 1 or in_features % num_heads:
+        raise ValueError(
+            f"in_features={in_features} does not divide over {num_heads} heads: pass head_dim."
+        )
+    return in_features // num_heads
+
+
+def check_rate(rate: float) -> float:
+    """Checks a dropout rate."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate={rate}: want 0 <= rate < 1.")
+    return rate
+
+
+def required_rngs(options: HeadOptions) -> nnx.Rngs:
+    """Takes `rngs` out of the options."""
+    rngs = options.get("rngs")
+    if rngs is None:
+        raise ValueError("rngs is missing: want nnx.Rngs(seed) to draw the parameters.")
+    return rngs
+
+
+def head_norm(width: int, numerics: Numerics, rngs: nnx.Rngs, epsilon: float = 1e-6) -> nnx.RMSNorm:
+    """Makes an RMS norm over the channels of a head or a latent."""
+    return nnx.RMSNorm(
+        width, epsilon=epsilon, dtype=numerics.dtype, param_dtype=numerics.param_dtype, rngs=rngs
+    )
+
+
+def sink_parameter(
+    score: ScoreOptions, num_heads: int, numerics: Numerics, rngs: nnx.Rngs
+) -> nnx.Param | None:
+    """Makes the learned sink logit of each head, if wanted."""
+    if not score.sink_logits:
+        return None
+    zeros = nnx.initializers.zeros_init()
+    return parameter(zeros, rngs, (num_heads,), numerics.param_dtype, ("heads",))

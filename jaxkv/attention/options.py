@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that attention modules share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict
+
+from flax import nnx
+
+from jaxkv.core.numerics import Numerics
+from jaxkv.core.rotary import Rotary
+
+Initializer = Callable[..., Any]
+UseBias = bool | Literal["qkv"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+    """States how scores are made of queries and keys.
+
+    Args:
+      scale: Multiplies the scores; `None` is the key width to the power -1/2 (with MLA's rotary
+        part, and YaRN's factor where there is one).
+      soft_cap: Squashes scores into (-cap, cap); `None` is off.
+      sink_logits: Learn a logit per head that joins the softmax without a value.
+      qk_norm: RMS-normalise each query and key head before the rotation (Qwen3).
+      pinned: First tokens of a row that a window never hides (StreamingLLM's sinks).
+    """
+
+    scale: float | None = None
+    soft_cap: float | None = None
+    sink_logits: bool = False
+    qk_norm: bool = False
+    pinned: int = 0
+
+
+class HeadOptions(TypedDict, total=False):
+    """Keyword arguments that multi-head, multi-query and grouped-query attention share.
+
+    head_dim: H, default `in_features // num_heads`. value_dim: V, default H. out_features: width
+    of the result, default `in_features`. causal: hide later tokens, default True. window: W keys,
+    self included, or (left, right). rotary: `Rotary`, or None for no rotation. score:
+    `ScoreOptions`. use_bias: True for all projections, "qkv" for all but the output's.
+    dropout_rate: of attention weights in training. numerics: `Numerics`. kernel_init, bias_init:
+    called on 2-D kernels, so any initialiser sees the right fan-in. rngs: `nnx.Rngs`, required.
+    """
+
+    head_dim: int | None
+    value_dim: int | None
+    out_features: int | None
+    causal: bool
+    window: int | tuple[int, int] | None
+    rotary: Rotary | None
+    score: ScoreOptions
+    use_bias: UseBias
+    dropout_rate: float
+    numerics: Numerics
+    kernel_init: Initializer
+    bias_init: Initializer
+    rngs: nnx.Rngs
