@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `plan` command on its own, as the main program registers it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from jaxkv.cli.plan import parse_devices, plan
+from jaxkv.models.presets import preset, preset_names
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(plan)
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+def error_of(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code != 0 and isinstance(result.exception, ValueError)
+    return str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("gpt2-xl", 307_200),
+        ("gpt3-175b", 4_718_592),
+        ("llama2-70b", 327_680),
+        ("llama3-8b", 131_072),
+        ("deepseek-v3", 70_272),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--dtype", "float32", "--devices", "tensor=1,data=2")])
+def test_first_bytes_per_token_is_the_whole_models_in_bf16(
+    name: str, figure: int, more: tuple[str, ...]
+) -> None:
+    result = run(name, "--json", *more)
+    assert result.exit_code == 0
+    first = re.search(r'"bytes_per_token": (\d+)', result.stdout)
+    assert first is not None and int(first[1]) == figure
+    assert json.loads(result.stdout)["bytes_per_token"] == figure
+
+
+def test_json_holds_every_figure() -> None:
+    options = "--context 8192 --batch 32 --windows full --devices tensor=4,data=2 --chip h200"
+    found = json.loads(run("gpt-oss-20b", "--json", *options.split()).stdout)
+    assert found["cache"]["bytes_per_sequence"] * 32 == 12 * 2**30
+    assert found["cache"]["per_head_bytes_per_token"] == 8 * 49_152
+    assert found["per_device"]["bytes_per_sequence"] * 32 == 3 * 2**30
+    assert found["per_device"]["rows"] == 16
+    assert [(g["kind"], g["count"], g["slots"]) for g in found["layers"]] == [
+        ("window", 12, 8192),
+        ("full", 12, 8192),
+    ]
+    assert found["chip"] == "h200 (141 GB)"
+    assert found["fit"]["memory_bytes_per_device"] == 141 * 10**9
+    assert found["fit"]["sequences"] == 2 * found["fit"]["sequences_per_device"] > 0
+
+
+def test_tables_for_people() -> None:
+    result = run("llama3-8b", "--chip", "h100", "--context", "8192")
+    assert result.exit_code == 0
+    for part in ("131,072", "1.000 GiB = 1.074 GB", "(4.0 times)", "h100 (80 GB)", "59"):
+        assert part in result.stdout
+
+
+def test_config_file_and_folder(tmp_path: Path) -> None:
+    file = tmp_path / "mine" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(preset("qwen3-0.6b")["config"]), "utf-8")
+    for source in (file, file.parent):
+        found = json.loads(run(str(source), "--json").stdout)
+        assert (found["model"], found["bytes_per_token"]) == ("mine", 114_688)
+
+
+def test_plot_is_written_and_json_stays_clean(tmp_path: Path) -> None:
+    file = tmp_path / "cache.png"
+    assert f"Plot: {file}" in run("gemma3-1b", "--plot", str(file)).stdout.replace("\n", "")
+    assert file.stat().st_size > 0
+    json.loads(run("gemma3-1b", "--json", "--plot", str(file)).stdout)
+
+
+def test_no_name_lists_the_presets() -> None:
+    message = error_of()
+    assert all(name in message for name in preset_names()) and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ("lama3-8b", "close presets are llama3-8b"),
+        ("gpt2-xl --chip h1000", "unknown chip 'h1000'; known are h100"),
+        ("gpt2-xl --devices tensor", "devices 'tensor': want axes with counts"),
+        ("gpt2-xl --devices data=2,data=4", "want axes with counts"),
+        ("gpt2-xl --devices model=2", "unknown device axes"),
+        ("gpt2-xl --dtype int8", "dtype 'int8'"),
+        ("gpt2-xl --weights lots", "size 'lots'"),
+        ("gpt2-xl --windows ring", "window policy 'ring'"),
+        ("gpt2-xl --context 0", "context 0"),
+        ("gpt2-xl --plot nowhere/a.png", "no folder"),
+    ],
+)
+def test_user_errors_are_one_line(arguments: str, word: str) -> None:
+    message = error_of(*arguments.split())
+    assert word in message and "\n" not in message
+
+
+def test_devices_may_have_spaces_or_be_empty() -> None:
+    assert parse_devices(" tensor = 8 , data=2,") == {"tensor": 8, "data": 2}
+    assert parse_devices("") == {}
