@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder-only language model built from any of the attention modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxkv.attention.base import Attention
+from jaxkv.attention.projection import Projection, parameter
+from jaxkv.attention.tokens import (
+    cached_tokens,
+    check_token_arguments,
+    compacted,
+    restored,
+    uncached_tokens,
+)
+from jaxkv.cache.codecs import Codec
+from jaxkv.cache.index import Layout
+from jaxkv.cache.layer_cache import LayerCache
+from jaxkv.cache.model_cache import ModelCache, gather_layers
+from jaxkv.core.numerics import Numerics
+from jaxkv.core.sharding import out_sharding
+from jaxkv.models.mlp import MLP
+
+AttentionFactory = Callable[..., Attention]
+Norm = Literal["rms", "layer"]
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
+
+    Args:
+      features: D.
+      attention: The attention module.
+      mlp: The feed-forward module.
+      make_norm: Called as `make_norm()` for each of the two norms.
+      dropout_rate: Of both residual branches in training.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: MLP,
+        make_norm: Callable[[], nnx.Module],
+        dropout_rate: float,
+    ) -> None:
+        self.attention_norm, self.mlp_norm = make_norm(), make_norm()
+        self.attention, self.mlp = attention, mlp
+        self.dropout_rate = dropout_rate
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        cache: LayerCache | None = None,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Transforms `[B, T, D]`; dropout is on iff there is a key."""
+        keys: list[Any] = [None] * 3
+        if dropout_key is not None:
+            keys = list(jax.random.split(dropout_key, 3))
+        y, cache = self.attention(
+            self.attention_norm(x),
+            cache=cache,
+            positions=positions,
+            segment_ids=segment_ids,
+            deterministic=dropout_key is None,
+            rngs=None if keys[0] is None else nnx.Rngs(dropout=keys[0]),
+        )
+        x = x + _dropped(y, self.dropout_rate, keys[1])
+        return x + _dropped(self.mlp(self.mlp_norm(x)), self.dropout_rate, keys[2]), cache
+
+
+class Decoder(nnx.Module):
+    """Predicts the next token: embedding, blocks, norm, logits.
+
+    Args:
+      vocab: Number of tokens.
+      features: D.
+      num_layers: L.
+      attention: A factory `(in_features, *, rngs) -> module`, usually
+        `functools.partial(GroupedQueryAttention, num_heads=8)`; or one for each layer.
+      mlp_features: Inner width of the MLP, default 4 D.
+      activation: "silu", "gelu", "gelu_tanh" or "relu".
+      gated: A gated MLP.
+      norm: "rms" or "layer".
+      norm_epsilon: Of the norms.
+      tied: Use the embedding as output matrix.
+      max_positions: Learn an embedding for each of so many positions; `None`: none (rotary).
+      use_bias: Biases in the MLP.
+      dropout_rate: Of embeddings and residual branches in training.
+      remat: Recompute each block in the backward pass instead of keeping its activations.
+      numerics: Formats; give the attention factory the same.
+      rngs: Draws the parameters.
+
+    Raises:
+      ValueError: If a size or name does not fit.
+
+    >>> import functools
+    >>> from jaxkv.attention import GroupedQueryAttention
+    >>> factory = functools.partial(GroupedQueryAttention, num_heads=4)
+    >>> model = Decoder(97, 32, 2, factory, rngs=nnx.Rngs(0))
+    >>> logits, _ = model(jnp.zeros((1, 5), jnp.int32))
+    >>> logits.shape, model.init_cache(batch=1, capacity=64).bytes_per_token
+    ((1, 5, 97), 256)
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        features: int,
+        num_layers: int,
+        attention: AttentionFactory | Sequence[AttentionFactory],
+        *,
+        mlp_features: int | None = None,
+        activation: str = "silu",
+        gated: bool = True,
+        norm: Norm = "rms",
+        norm_epsilon: float = 1e-6,
+        tied: bool = True,
+        max_positions: int | None = None,
+        use_bias: bool = False,
+        dropout_rate: float = 0.0,
+        remat: bool = False,
+        numerics: Numerics | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if min(vocab, features, num_layers) < 1:
+            raise ValueError(
+                f"vocab={vocab}, features={features}, num_layers={num_layers}: want >= 1."
+            )
+        numerics = numerics if numerics is not None else Numerics()
+        self.vocab, self.features, self.remat = vocab, features, remat
+        self.dropout_rate, self.numerics, self.max_positions = dropout_rate, numerics, max_positions
+        dtype = numerics.param_dtype
+        init = nnx.initializers.normal(features**-0.5)
+        self.embedding = parameter(init, rngs, (vocab, features), dtype, ("vocab", "embed"))
+        self.position_embedding = (
+            parameter(init, rngs, (max_positions, features), dtype, (None, "embed"))
+            if max_positions is not None
+            else None
+        )
+        make_norm = norm_maker(norm, features, norm_epsilon, numerics, rngs)
+        blocks = []
+        for factory in _per_layer(attention, num_layers, "attention factories"):
+            mlp = MLP(
+                features,
+                mlp_features or 4 * features,
+                activation=activation,
+                gated=gated,
+                use_bias=use_bias,
+                numerics=numerics,
+                rngs=rngs,
+            )
+            blocks.append(Block(factory(features, rngs=rngs), mlp, make_norm, dropout_rate))
+        self.blocks = nnx.List(blocks)
+        self.norm = make_norm()
+        self.head = (
+            None
+            if tied
+            else Projection(
+                (features,), (vocab,), ("embed",), ("vocab",), numerics=numerics, rngs=rngs
+            )
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        cache: ModelCache | None = None,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> tuple[jax.Array, ModelCache | None]:
+        """Scores the next token at every position.
+
+        Args:
+          tokens: int32 `[B, T]`.
+          cache: From `init_cache`; the tokens continue its rows. Donate it.
+          positions: int32 `[B|1, T]`, default from each row's (or document's) first token.
+          segment_ids: int32 `[B, T]`; 0 is padding; without a cache also packs documents.
+          lengths: int32 `[B]`, how many of the T tokens of each row are real.
+          deterministic: False switches dropout on.
+          rngs: Gives a `dropout` key when dropout is on.
+
+        Returns:
+          `(logits [B, T, vocab] in the compute dtype, cache)`.
+
+        Raises:
+          ValueError: At trace time, if anything does not fit.
+        """
+        x, cache = self.hidden(
+            tokens,
+            cache=cache,
+            positions=positions,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            deterministic=deterministic,
+            rngs=rngs,
+        )
+        return self.logits(x), cache
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        cache: ModelCache | None = None,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | None = None,
+    ) -> tuple[jax.Array, ModelCache | None]:
+        """Computes the normalised last hidden states `[B, T, D]`; arguments as in the call."""
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens {tokens.dtype}{tokens.shape}: want int32 [B, T].")
+        B, T = tokens.shape
+        check_token_arguments(B, T, positions, segment_ids, lengths)
+        key = self._dropout_key(deterministic, rngs, cache is not None)
+        if cache is None:
+            placed = uncached_tokens(B, T, positions, segment_ids, lengths)
+            x = self._embed(tokens, placed.positions, key)
+            for i, block in enumerate(self.blocks):
+                x, _ = self._run(block, x, None, placed.positions, placed.segments, key, i)
+            return self.norm(x), None
+        self._check_cache(cache, B)
+        opened = cache.open(T, lengths, segment_ids)
+        assert opened.plans is not None
+        plan = opened.plans[0]
+        placed = cached_tokens(plan, T, positions)
+        x = self._embed(compacted(tokens, plan), placed.positions, None)
+        layers = []
+        for i, block in enumerate(self.blocks):
+            x, layer = self._run(block, x, opened.layer(i), placed.positions, None, None, i)
+            layers.append(layer)
+        return restored(self.norm(x), plan), opened.close(layers)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Scores all tokens for hidden states `[B, T, D]`: `[B, T, vocab]`."""
+        if self.head is not None:
+            return self.head(x)
+        table = self.embedding[...].astype(x.dtype)
+        shape = (*x.shape[:2], self.vocab)
+        return lax.dot_general(
+            x,
+            table,
+            (((2,), (1,)), ((), ())),
+            precision=self.numerics.precision,
+            out_sharding=out_sharding(("batch", None, "vocab"), shape),
+        )
+
+    def init_cache(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        layout: Layout | Sequence[Layout] | None = None,
+        codec: Codec | Sequence[Codec] | None = None,
+        lanes: int | None = None,
+    ) -> ModelCache:
+        """Makes an empty cache for all layers.
+
+        Args:
+          batch: B, rows.
+          capacity: Slots of each row, in tokens.
+          layout: Where tokens go, one or one for each layer; default contiguous.
+          codec: How records are stored, one or one for each layer; default the compute dtype.
+          lanes: Minor widths are padded to a multiple of this; default 128 on TPU, else 1.
+
+        Returns:
+          The cache.
+
+        Raises:
+          ValueError: If a size does not fit.
+        """
+        if self.max_positions is not None and capacity > self.max_positions:
+            raise ValueError(
+                f"capacity {capacity} is more than the {self.max_positions} learned positions."
+            )
+        number = len(self.blocks)
+        layouts = _per_layer(layout, number, "layouts")
+        codecs = _per_layer(codec, number, "codecs")
+        return gather_layers(
+            [
+                block.attention.init_cache(batch, capacity, layout=lay, codec=cod, lanes=lanes)
+                for block, lay, cod in zip(self.blocks, layouts, codecs, strict=True)
+            ]
+        )
+
+    def _run(
+        self,
+        block: Block,
+        x: jax.Array,
+        cache: LayerCache | None,
+        positions: jax.Array,
+        segments: jax.Array | None,
+        key: jax.Array | None,
+        number: int,
+    ) -> Any:
+        folded = self._layer_key(key, number)
+
+        def run(block: Block, x: jax.Array, cache: Any, positions: jax.Array) -> Any:
+            return block(
+                x, cache=cache, positions=positions, segment_ids=segments, dropout_key=folded
+            )
+
+        return (jax.checkpoint(run) if self.remat else run)(block, x, cache, positions)
+
+    @staticmethod
+    def _layer_key(key: jax.Array | None, number: int) -> jax.Array | None:
+        return None if key is None else jax.random.fold_in(key, number)
+
+    def _embed(self, tokens: jax.Array, positions: jax.Array, key: jax.Array | None) -> jax.Array:
+        dtype = self.numerics.dtype or self.numerics.param_dtype
+        sharding = out_sharding(("batch", None, "embed"), (*tokens.shape, self.features))
+        x = self.embedding[...].at[tokens].get(out_sharding=sharding).astype(dtype)
+        if self.position_embedding is not None and self.max_positions is not None:
+            if tokens.shape[1] > self.max_positions:
+                raise ValueError(
+                    f"{tokens.shape[1]} tokens, but only {self.max_positions} learned positions."
+                )
+            table = self.position_embedding[...].astype(dtype)
+            x = x + jnp.broadcast_to(jnp.take(table, positions, axis=0), x.shape)
+        return _dropped(x, self.dropout_rate, self._layer_key(key, len(self.blocks)))
+
+    def _dropout_key(
+        self, deterministic: bool, rngs: nnx.Rngs | None, cached: bool
+    ) -> jax.Array | None:
+        rates = [self.dropout_rate, *(b.attention.dropout_rate for b in self.blocks)]
+        if deterministic or not any(rates):
+            return None
+        if cached:
+            raise ValueError("dropout is for training: call with deterministic=True and a cache.")
+        if rngs is None:
+            raise ValueError("deterministic=False needs rngs=nnx.Rngs(dropout=key) in the call.")
+        return rngs.dropout()
+
+    def _check_cache(self, cache: ModelCache, batch: int) -> None:
+        if not isinstance(cache, ModelCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: want a ModelCache of init_cache.")
+        if len(cache.layers) != len(self.blocks):
+            raise ValueError(
+                f"this cache belongs to another model: {len(cache.layers)} layers, want "
+                f"{len(self.blocks)}."
+            )
+        for number, block in enumerate(self.blocks):
+            block.attention.check_cache(cache.layer(number), batch)
+
+
+def norm_maker(
+    norm: Norm, features: int, epsilon: float, numerics: Numerics, rngs: nnx.Rngs
+) -> Callable[[], nnx.Module]:
+    """Chooses the norm of a model.
+
+    Raises:
+      ValueError: If the name is unknown.
+    """
+    common: dict[str, Any] = dict(
+        epsilon=epsilon, dtype=numerics.dtype, param_dtype=numerics.param_dtype, rngs=rngs
+    )
+    makers: dict[str, Callable[[], nnx.Module]] = {
+        "rms": lambda: nnx.RMSNorm(features, **common),
+        # The one-pass variance cancels badly for activations far from 0.
+        "layer": lambda: nnx.LayerNorm(features, use_fast_variance=False, **common),
+    }
+    if norm not in makers:
+        raise ValueError(f"norm {norm!r}: want one of {sorted(makers)}.")
+    return makers[norm]
+
+
+def _per_layer(given: Any, number: int, what: str) -> list[Any]:
+    """Repeats one choice for every layer, or checks that there is one for each."""
+    if not isinstance(given, Sequence):
+        return [given] * number
+    if len(given) != number:
+        raise ValueError(f"{len(given)} {what} for {number} layers: want one, or one for each.")
+    return list(given)
+
+
+def _dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    if key is None or not rate:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
