@@ -16,7 +16,7 @@ import platform
 import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
@@ -35,6 +35,8 @@ OUTPUT = Path(__file__).parent.parent / "tests" / "fixtures" / "hf"
 VOCAB, PROMPT, PREFILL, NEW = 96, 24, 16, 12
 CANDIDATES, ROWS = 1024, 2
 MIN_MARGIN, MIN_DISTINCT = 0.05, 6
+# Large enough to see which norms use it: DeepSeek's latent norms have 1e-6 whatever this says.
+EPSILON = 0.01
 
 LLAMA = {
     "vocab_size": VOCAB,
@@ -42,7 +44,7 @@ LLAMA = {
     "intermediate_size": 72,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": EPSILON,
 }
 LLAMA3_ROPE = {
     # With 8 frequencies of theta 1e4 these bounds put wavelengths in all three bands: kept,
@@ -58,16 +60,13 @@ DEEPSEEK = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 60,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "kv_lora_rank": 28,
     "qk_nope_head_dim": 20,
     "qk_rope_head_dim": 16,
     "v_head_dim": 14,
-    "rms_norm_eps": 1e-6,
-    "rope_interleave": True,
+    "rms_norm_eps": EPSILON,
     "num_mtp_layers": 0,
     "max_position_embeddings": 2560,
 }
@@ -103,6 +102,13 @@ class Run(NamedTuple):
     greedy_logits: torch.Tensor
 
 
+def deepseek(layers: int, **options: Any) -> DeepseekV3Config:
+    """Configures a model without experts."""
+    return DeepseekV3Config(
+        **DEEPSEEK, num_hidden_layers=layers, first_k_dense_replace=layers, **options
+    )
+
+
 def models() -> dict[str, Model]:
     """Lists the fixtures by name."""
     plain = {"rope_type": "default", "rope_theta": 10000.0}
@@ -119,24 +125,31 @@ def models() -> dict[str, Model]:
         **LLAMA,
         num_key_value_heads=6,
         attention_bias=True,
+        mlp_bias=True,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         rope_parameters=linear,
     )
-    yarn = DeepseekV3Config(**DEEPSEEK, q_lora_rank=24, rope_parameters=YARN_ROPE)
-    noq = DeepseekV3Config(**DEEPSEEK, q_lora_rank=None, rope_parameters=plain)
+    yarn = deepseek(2, q_lora_rank=24, rope_parameters=YARN_ROPE)
+    noq = deepseek(2, q_lora_rank=None, rope_parameters=plain)
+    halves = deepseek(
+        1, q_lora_rank=24, rope_parameters=plain, rope_interleave=False, attention_bias=True
+    )
     return {
         "llama_gqa": Model(
             LlamaForCausalLM, gqa, 1, "GQA, 6 query and 2 KV heads, 16-wide, llama3 rope, free head"
         ),
         "llama_mha_bias": Model(
-            LlamaForCausalLM, mha, 2, "MHA, biases on q, k, v and o, linear rope, tied head"
+            LlamaForCausalLM, mha, 2, "MHA, biases on all projections, linear rope, tied head"
         ),
         "deepseek_v3_yarn": Model(
             DeepseekV3ForCausalLM, yarn, 3, "MLA, compressed queries, YaRN with both mscales"
         ),
         "deepseek_v3_noq": Model(
             DeepseekV3ForCausalLM, noq, 4, "MLA, plain query projection, unscaled rope"
+        ),
+        "deepseek_v3_halves_bias": Model(
+            DeepseekV3ForCausalLM, halves, 5, "MLA, one layer, rope in halves, biases"
         ),
     }
 
