@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text generation: prefill, then the whole decode loop as one program on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxkv.cache.model_cache import ModelCache
+from jaxkv.core.sharding import constrain
+from jaxkv.generate.sampling import Sampling, sample
+from jaxkv.models.decoder import Decoder
+
+
+class StopReason(enum.IntEnum):
+    """Why a row stopped."""
+
+    RUNNING = 0
+    STOP_TOKEN = 1
+    LENGTH = 2
+    FULL = 3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` gives back.
+
+    Attributes:
+      tokens: int32 `[B, max_new_tokens]`, new tokens (a stop token included), then 0.
+      counts: int32 `[B]`, how many of them each row has.
+      reasons: int32 `[B]`, a `StopReason` for each row.
+      pending: int32 `[B]`, each row's last token: the cache holds all tokens but this one, so
+        a continuation begins with it.
+      cache: The cache, to continue from.
+    """
+
+    tokens: jax.Array
+    counts: jax.Array
+    reasons: jax.Array
+    pending: jax.Array
+    cache: ModelCache
+
+    def rows(self) -> list[list[int]]:
+        """Lists each row's new tokens."""
+        counts = np.asarray(self.counts)
+        return [row[:n].tolist() for row, n in zip(np.asarray(self.tokens), counts, strict=True)]
+
+    def why(self) -> list[str]:
+        """Names each row's reason: "stop token", "length" or "full"."""
+        return [StopReason(r).name.lower().replace("_", " ") for r in np.asarray(self.reasons)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Carry:
+    cache: ModelCache
+    tokens: jax.Array
+    counts: jax.Array
+    reasons: jax.Array
+    pending: jax.Array
+    keys: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    sampling: Sampling
+    stop_tokens: tuple[int, ...]
+
+
+OnTokens = Callable[[list[list[int]]], None]
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]] | jax.Array | np.ndarray,
+    *,
+    max_new_tokens: int,
+    lengths: jax.Array | None = None,
+    sampling: Sampling | None = None,
+    stop_tokens: Sequence[int] = (),
+    seed: int = 0,
+    cache: ModelCache | None = None,
+    on_tokens: OnTokens | None = None,
+    stream_every: int = 8,
+) -> Generation:
+    """Generates tokens after prompts.
+
+    Args:
+      model: The language model.
+      prompts: Token lists of any lengths, or int32 `[B, T]` with `lengths`.
+      max_new_tokens: The most tokens a row gets.
+      lengths: int32 `[B]`, real tokens of each row of an array of prompts; default all.
+      sampling: How tokens are drawn; default greedy.
+      stop_tokens: A row ends with the first of these that it draws.
+      seed: Of all draws. A row's draws depend on the seed and its row number alone.
+      cache: Continues it (it is donated: use the one that comes back); default a fresh one that
+        fits prompts and new tokens.
+      on_tokens: Called with each row's newest tokens about every `stream_every` tokens.
+      stream_every: Tokens between two calls of `on_tokens`.
+
+    Returns:
+      The new tokens, and for each row why it stopped: a stop token, the length, or a full cache.
+
+    Raises:
+      ValueError: If prompts are empty, hold unknown tokens or do not fit the cache.
+    """
+    tokens, lengths = _padded(prompts, lengths, model.vocab)
+    B = tokens.shape[0]
+    if max_new_tokens < 1 or stream_every < 1:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}, stream_every={stream_every}: want >= 1."
+        )
+    if bad := [t for t in stop_tokens if not 0 <= t < model.vocab]:
+        raise ValueError(f"stop_tokens {bad}: want tokens of 0 to {model.vocab - 1}.")
+    if cache is None:
+        cache = model.init_cache(B, int(np.max(np.asarray(lengths))) + max_new_tokens)
+    _check_fit(cache, np.asarray(lengths))
+    how = _How(sampling if sampling is not None else Sampling(), tuple(stop_tokens))
+    graph, state = nnx.split(model)
+    state = nnx.as_pure(state)
+    keys = jax.random.split(jax.random.key(seed), B)
+    fresh = jnp.zeros((B, max_new_tokens), jnp.int32)
+    carry = _prefill(graph, how, state, tokens, lengths, cache, keys, fresh)
+    steps = max_new_tokens if on_tokens is None else stream_every
+    shown = np.zeros((B,), np.int64)
+    while True:
+        if on_tokens is not None:
+            shown = _show(carry, shown, on_tokens)
+        if bool(np.all(np.asarray(carry.reasons) != StopReason.RUNNING)):
+            break
+        carry = _decode(graph, how, state, carry, jnp.int32(steps))
+    return Generation(carry.tokens, carry.counts, carry.reasons, carry.pending, carry.cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 7))
+def _prefill(
+    graph: Any,
+    how: _How,
+    state: Any,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: ModelCache,
+    keys: jax.Array,
+    fresh: jax.Array,
+) -> _Carry:
+    """Reads the prompts and draws each row's first token."""
+    model = nnx.merge(graph, state)
+    x, cache = model.hidden(tokens, cache=cache, lengths=lengths)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    x = jnp.take_along_axis(x, last, axis=1)
+    zeros = jnp.zeros_like(lengths)
+    running = jnp.where(cache.overflowed, StopReason.FULL, StopReason.RUNNING).astype(jnp.int32)
+    carry = _Carry(cache, fresh, zeros, running, zeros, keys)
+    return _drawn(how, carry, model.logits(x)[:, 0])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
+def _decode(graph: Any, how: _How, state: Any, carry: _Carry, steps: jax.Array) -> _Carry:
+    """Runs up to `steps` decode steps, or until every row has stopped."""
+    model = nnx.merge(graph, state)
+
+    def going(loop: tuple[jax.Array, _Carry]) -> jax.Array:
+        step, carry = loop
+        return (step < steps) & jnp.any(carry.reasons == StopReason.RUNNING)
+
+    def body(loop: tuple[jax.Array, _Carry]) -> tuple[jax.Array, _Carry]:
+        step, carry = loop
+        active = (carry.reasons == StopReason.RUNNING).astype(jnp.int32)
+        x, cache = model.hidden(carry.pending[:, None], cache=carry.cache, lengths=active)
+        carry = dataclasses.replace(carry, cache=cache)
+        return step + 1, _drawn(how, carry, model.logits(x)[:, 0])
+
+    return lax.while_loop(going, body, (jnp.int32(0), carry))[1]
+
+
+def _drawn(how: _How, carry: _Carry, logits: jax.Array) -> _Carry:
+    """Draws the next token of each running row and decides whether the row goes on."""
+    active = carry.reasons == StopReason.RUNNING
+    logits = constrain(logits, ("batch", None))
+    keys = jax.vmap(jax.random.fold_in)(carry.keys, carry.counts)
+    token = jnp.where(active, sample(logits, keys, how.sampling), carry.pending)
+    place = jnp.where(active, carry.counts, carry.tokens.shape[1])[:, None]
+    column = jnp.arange(carry.tokens.shape[1], dtype=jnp.int32)[None]
+    tokens = jnp.where(column == place, token[:, None], carry.tokens)
+    counts = carry.counts + active.astype(jnp.int32)
+    stops = jnp.zeros_like(active)
+    for stop in how.stop_tokens:
+        stops = stops | (token == stop)
+    reasons = jnp.where(carry.cache.lengths >= carry.cache.capacity, StopReason.FULL, 0)
+    reasons = jnp.where(counts >= carry.tokens.shape[1], StopReason.LENGTH, reasons)
+    reasons = jnp.where(stops, StopReason.STOP_TOKEN, reasons)
+    reasons = jnp.where(active, reasons, carry.reasons).astype(jnp.int32)
+    return dataclasses.replace(carry, tokens=tokens, counts=counts, reasons=reasons, pending=token)
+
+
+def _padded(prompts: Any, lengths: jax.Array | None, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """Pads prompts to one of a few widths, so that few of them compile anew."""
+    if isinstance(prompts, (jax.Array, np.ndarray)):
+        rows = np.asarray(prompts)
+        if rows.ndim != 2 or not np.issubdtype(rows.dtype, np.integer):
+            raise ValueError(f"prompts {rows.dtype}{rows.shape}: want int32 [B, T] or token lists.")
+        counts = (
+            np.full((rows.shape[0],), rows.shape[1]) if lengths is None else np.asarray(lengths)
+        )
+        if counts.shape != (rows.shape[0],) or counts.max(initial=0) > rows.shape[1]:
+            raise ValueError(f"lengths {counts.tolist()} do not fit prompts {rows.shape}.")
+        prompts = [row[:n] for row, n in zip(rows, counts, strict=True)]
+    elif lengths is not None:
+        raise ValueError("lengths belong to an array of prompts; token lists know their own.")
+    counts = np.array([len(p) for p in prompts], np.int32)
+    if counts.size == 0 or counts.min() < 1:
+        raise ValueError(f"prompts of {counts.tolist()} tokens: want at least one token in each.")
+    width = _bucket(int(counts.max()))
+    tokens = np.zeros((counts.size, width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = np.asarray(prompt)
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise ValueError(
+            f"prompts hold tokens {tokens.min()} to {tokens.max()}: want 0 to {vocab - 1}."
+        )
+    return jnp.asarray(tokens), jnp.asarray(counts)
+
+
+def _bucket(length: int) -> int:
+    """Rounds a prompt's length up: powers of two to 64, then multiples of 64."""
+    if length > 64:
+        return -(-length // 64) * 64
+    return 1 << (length - 1).bit_length()
+
+
+def _check_fit(cache: ModelCache, counts: np.ndarray) -> None:
+    held = np.asarray(cache.lengths)
+    if held.shape != counts.shape:
+        raise ValueError(f"{counts.size} prompts for a cache of {held.size} rows: want the same.")
+    if np.any(held + counts > cache.capacity):
+        raise ValueError(
+            f"prompts of {counts.tolist()} tokens do not fit: rows hold {held.tolist()} of "
+            f"{cache.capacity}."
+        )
+
+
+def _show(carry: _Carry, shown: np.ndarray, on_tokens: OnTokens) -> np.ndarray:
+    counts, tokens = np.asarray(carry.counts), np.asarray(carry.tokens)
+    new = [row[a:b].tolist() for row, a, b in zip(tokens, shown, counts, strict=True)]
+    if any(new):
+        on_tokens(new)
+    return counts.astype(np.int64)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing the next token from logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """States how the next token is drawn; the default is greedy.
+
+    Args:
+      temperature: Divides the logits; 0 takes the most likely token.
+      top_k: Keep the k most likely tokens; `None` keeps all.
+      top_p: Keep the fewest most likely tokens whose probabilities reach p (nucleus sampling,
+        arXiv:1904.09751); 1 keeps all.
+      min_p: Keep tokens of at least `min_p` times the largest probability (arXiv:2407.01082).
+
+    The filters apply in this order, each to what the one before left.
+
+    Raises:
+      ValueError: If a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature}: want 0 (greedy) or more.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: want 1 or more, or None.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: want 0 < top_p <= 1.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: want 0 <= min_p <= 1.")
+
+
+def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Applies temperature and filters: float32 `[B, vocab]`, -inf where a token is out.
+
+    >>> filtered(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6)).round(3).tolist()
+    [[-0.6930000185966492, -1.2039999961853027, -inf]]
+    """
+    logits = logits.astype(jnp.float32) / (sampling.temperature or 1.0)
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+        share = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(share, axis=-1) - share
+        least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), -1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.min_p > 0:
+        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
+    """Draws one token for each row.
+
+    Args:
+      logits: `[B, vocab]`.
+      keys: PRNG keys `[B]`, one for each row, so that a row's draw is its own.
+      sampling: How.
+
+    Returns:
+      int32 `[B]`.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    kept = filtered(logits, sampling)
+    return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
