@@ -2,6 +2,7 @@
 """Attention variants as Flax NNX modules, one file each."""
 
 from jaxkv.attention.base import Attention as Attention
+from jaxkv.attention.cross import CrossAttention as CrossAttention
 from jaxkv.attention.grouped_query import GroupedQueryAttention as GroupedQueryAttention
 from jaxkv.attention.heads import HeadAttention as HeadAttention
 from jaxkv.attention.multi_head import MultiHeadAttention as MultiHeadAttention

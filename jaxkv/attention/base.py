@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every self-attention module does; a variant states its record and its projections."""
+"""What every attention module does; a variant states its record and its projections."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxkv.attention.options import ScoreOptions
+from jaxkv.attention.placement import default_lanes, kv_replicas
 from jaxkv.attention.tokens import (
     Tokens,
     cached_tokens,
@@ -27,11 +27,8 @@ from jaxkv.cache.layer_cache import LayerCache, Scoring, create_layer
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
-from jaxkv.core.sharding import axis_size
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops.api import attention
-
-logger = logging.getLogger("jaxkv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +42,11 @@ class Call:
 
 
 class Attention(nnx.Module):
-    """Base of the self-attention variants.
+    """Base of the variants.
 
-    A variant gives `spec` (the record of a token), `project` (queries, keys and values of new
-    tokens) and, where its parts take several forms, its own `attend` and `attend_cached`.
+    A self-attention variant gives `spec` (the record of a token), `project` (queries, keys and
+    values of new tokens) and, where its parts take several forms, its own `attend` and
+    `attend_cached`.
     """
 
     spec: KVSpec
@@ -61,7 +59,6 @@ class Attention(nnx.Module):
     numerics: Numerics
     sink_logits: nnx.Param | None
     out: Any
-    needs_context: ClassVar[bool] = False
 
     def project(
         self, x: jax.Array, positions: jax.Array
@@ -81,6 +78,8 @@ class Attention(nnx.Module):
         x: jax.Array,
         *,
         cache: LayerCache | None = None,
+        context: jax.Array | None = None,
+        context_lengths: jax.Array | None = None,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
@@ -94,6 +93,8 @@ class Attention(nnx.Module):
         Args:
           x: `[B, T, D]`.
           cache: Of this module, from `init_cache`; the tokens continue its rows. Donate it.
+          context: Only cross-attention takes one.
+          context_lengths: Only cross-attention takes them.
           positions: int32 `[B|1, T]` for the rotation, in tokens; default: from the first real
             token of the row (or document), or from what the cache holds.
           segment_ids: int32 `[B, T]`; 0 is padding. Without a cache, tokens of different
@@ -113,6 +114,8 @@ class Attention(nnx.Module):
             not fit the cache.
         """
         self._check_input(x)
+        if context is not None or context_lengths is not None:
+            raise ValueError(f"{type(self).__name__} takes no context: CrossAttention does.")
         B, T, _ = x.shape
         key = self._dropout_key(deterministic, rngs, cached=cache is not None)
         x = self.numerics.compute(x)
@@ -141,18 +144,22 @@ class Attention(nnx.Module):
         return attention(query, key, value, scale=self.scale, **self.options(call))
 
     def options(self, call: Call) -> dict[str, Any]:
-        """Gathers the options of `ops.attention` that all forms share."""
-        rule, tokens = self.rule, call.tokens
-        given: dict[str, Any] = {}
-        if tokens.segments is not None:
-            given = dict(
-                query_order=tokens.order,
-                key_order=tokens.order,
-                query_segments=tokens.segments,
-                key_segments=tokens.segments,
-            )
+        """Gathers the options of `ops.attention` for tokens that attend to one another."""
+        tokens, options = call.tokens, self.shared_options(call)
+        if tokens.segments is None:
+            return options
+        return options | dict(
+            query_order=tokens.order,
+            key_order=tokens.order,
+            query_segments=tokens.segments,
+            key_segments=tokens.segments,
+        )
+
+    def shared_options(self, call: Call) -> dict[str, Any]:
+        """Gathers the options of `ops.attention` that do not depend on where tokens stand."""
+        rule, given = self.rule, {}
         if call.dropout_key is not None:
-            given |= dict(dropout_rate=self.dropout_rate, dropout_key=call.dropout_key)
+            given = dict(dropout_rate=self.dropout_rate, dropout_key=call.dropout_key)
         return dict(
             causal=rule.causal,
             window=rule.window,
@@ -226,7 +233,7 @@ class Attention(nnx.Module):
             capacity,
             layout=layout,
             lanes=default_lanes() if lanes is None else lanes,
-            replicas=kv_replicas(self.spec.kv_heads, type(self).__name__),
+            replicas=kv_replicas(self.num_heads, self.spec.kv_heads, type(self).__name__),
         )
 
     def check_cache(self, cache: LayerCache, batch: int) -> None:
@@ -281,30 +288,3 @@ class Attention(nnx.Module):
     def _check_input(self, x: jax.Array) -> None:
         if x.ndim != 3 or x.shape[-1] != self.in_features:
             raise ValueError(f"x {x.shape}: want [B, T, {self.in_features}].")
-
-
-def default_lanes() -> int:
-    """Chooses the lane multiple for the platform: 128 on TPU, else 1."""
-    return 128 if jax.default_backend() == "tpu" else 1
-
-
-def kv_replicas(kv_heads: int, name: str) -> int:
-    """Counts how often each KV head is stored on the current mesh.
-
-    Raises:
-      ValueError: If neither the heads nor the devices divide the other.
-    """
-    devices = axis_size("kv_heads")
-    if kv_heads % devices == 0:
-        return 1
-    if devices % kv_heads:
-        raise ValueError(f"{name}: {kv_heads} KV heads do not fit {devices} tensor devices.")
-    copies = devices // kv_heads
-    logger.warning(
-        "%s: %d KV heads on %d tensor devices: every head is kept by %d of them.",
-        name,
-        kv_heads,
-        devices,
-        copies,
-    )
-    return 1 if kv_heads == 1 else copies

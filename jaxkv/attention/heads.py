@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jaxkv.attention.base import Attention
-from jaxkv.attention.options import HeadOptions, ScoreOptions
+from jaxkv.attention.options import HeadOptions, ScoreOptions, check_options
 from jaxkv.attention.projection import BIAS_INIT, KERNEL_INIT, Projection, parameter
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import Numerics
@@ -23,6 +23,7 @@ class HeadAttention(Attention):
       in_features: D.
       num_heads: N.
       num_kv_heads: K, a divisor of N.
+      context_features: Width of what keys and values are made of; default D.
       **options: See `HeadOptions`.
 
     Raises:
@@ -30,8 +31,15 @@ class HeadAttention(Attention):
     """
 
     def __init__(
-        self, in_features: int, num_heads: int, num_kv_heads: int, **options: Unpack[HeadOptions]
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        context_features: int | None = None,
+        **options: Unpack[HeadOptions],
     ) -> None:
+        check_options(options)
         check_heads(num_heads, num_kv_heads)
         given = options.get
         head_dim = given("head_dim") or default_head_dim(in_features, num_heads)
@@ -46,7 +54,12 @@ class HeadAttention(Attention):
         self.dropout_rate = check_rate(given("dropout_rate", 0.0))
         self.numerics = given("numerics") or Numerics()
 
-        rngs, bias = required_rngs(options), given("use_bias", False)
+        context = context_features if context_features is not None else in_features
+        self._make_parameters(context, options)
+
+    def _make_parameters(self, context_features: int, options: HeadOptions) -> None:
+        rngs, bias, given = required_rngs(options), options.get("use_bias", False), options.get
+        D, N, spec = self.in_features, self.num_heads, self.spec
         common: dict[str, Any] = dict(
             numerics=self.numerics,
             kernel_init=given("kernel_init") or KERNEL_INIT,
@@ -55,44 +68,52 @@ class HeadAttention(Attention):
         )
         self.query, self.key, self.value = (
             Projection(
-                (in_features,),
+                (features,),
                 (heads, width),
                 ("embed",),
                 (axis, "head_dim"),
                 use_bias=bool(bias),
                 **common,
             )
-            for heads, width, axis in (
-                (num_heads, head_dim, "heads"),
-                (num_kv_heads, head_dim, "kv_heads"),
-                (num_kv_heads, value_dim, "kv_heads"),
+            for features, heads, width, axis in (
+                (D, N, spec.key_width, "heads"),
+                (context_features, spec.kv_heads, spec.key_width, "kv_heads"),
+                (context_features, spec.kv_heads, spec.value_width, "kv_heads"),
             )
         )
         self.out = Projection(
-            (num_heads, value_dim),
-            (given("out_features") or in_features,),
+            (N, spec.value_width),
+            (given("out_features") or D,),
             ("heads", "head_dim"),
             ("embed",),
             use_bias=bias is True,
             **common,
         )
         norm = self.score.qk_norm
-        self.query_norm = head_norm(head_dim, self.numerics, rngs) if norm else None
-        self.key_norm = head_norm(head_dim, self.numerics, rngs) if norm else None
-        self.sink_logits = sink_parameter(self.score, num_heads, self.numerics, rngs)
+        self.query_norm = head_norm(spec.key_width, self.numerics, rngs) if norm else None
+        self.key_norm = head_norm(spec.key_width, self.numerics, rngs) if norm else None
+        self.sink_logits = sink_parameter(self.score, N, self.numerics, rngs)
 
     def project(
         self, x: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Projects `x [B, T, D]` to query `[B,T,N,H]`, key `[B,T,K,H]`, value `[B,T,K,V]`."""
-        query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = self.project_query(x), *self.project_record(x)
         if self.rotary is not None:
             with jax.named_scope("rotate"):
                 query = self.rotary.rotate(query, positions)
                 key = self.rotary.rotate(key, positions)
         return query, key, value
+
+    def project_query(self, x: jax.Array) -> jax.Array:
+        """Projects `x [B, T, D]` to queries `[B, T, N, H]`, not rotated."""
+        query = self.query(x)
+        return query if self.query_norm is None else self.query_norm(query)
+
+    def project_record(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Projects `[B, T, D]` to keys `[B, T, K, H]`, not rotated, and values `[B, T, K, V]`."""
+        key = self.key(x)
+        return key if self.key_norm is None else self.key_norm(key), self.value(x)
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -18,7 +18,7 @@ from jaxkv.attention.heads import (
     sink_parameter,
 )
 from jaxkv.attention.latent_view import ExpandedHeads, LatentWeights, absorb, expand, unabsorb
-from jaxkv.attention.options import HeadOptions, ScoreOptions
+from jaxkv.attention.options import HeadOptions, ScoreOptions, check_options
 from jaxkv.attention.projection import BIAS_INIT, KERNEL_INIT, Projection, parameter
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.spec import KVSpec
@@ -68,6 +68,7 @@ class MultiHeadLatentAttention(Attention):
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; DeepSeek-V3 (arXiv:2412.19437), 2.1.1.
 
+    >>> from flax import nnx
     >>> attn = MultiHeadLatentAttention(64, 8, rngs=nnx.Rngs(0))
     >>> attn.init_cache(batch=1, capacity=16).bytes_per_token  # (4 x 8 + 4) x 4 bytes
     144
@@ -81,6 +82,7 @@ class MultiHeadLatentAttention(Attention):
         latent: LatentOptions | None = None,
         **options: Unpack[HeadOptions],
     ) -> None:
+        check_options(options)
         given = options.get
         latent = latent if latent is not None else LatentOptions()
         head_dim = given("head_dim") or default_head_dim(in_features, num_heads)

@@ -60,3 +60,15 @@ class HeadOptions(TypedDict, total=False):
     kernel_init: Initializer
     bias_init: Initializer
     rngs: nnx.Rngs
+
+
+def check_options(options: HeadOptions) -> None:
+    """Checks the names of keyword arguments, which Python does not do for a `TypedDict`.
+
+    Raises:
+      ValueError: Naming what is unknown, and what there is.
+    """
+    if unknown := sorted(set(options) - set(HeadOptions.__annotations__)):
+        raise ValueError(
+            f"unknown options {unknown}: want of {sorted(HeadOptions.__annotations__)}."
+        )
