@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention for JAX and Flax, built around the KV cache."""
+
+from jaxkv.attention import Attention as Attention
+from jaxkv.attention import GroupedQueryAttention as GroupedQueryAttention
+from jaxkv.attention import LatentOptions as LatentOptions
+from jaxkv.attention import MultiHeadAttention as MultiHeadAttention
+from jaxkv.attention import MultiHeadLatentAttention as MultiHeadLatentAttention
+from jaxkv.attention import MultiQueryAttention as MultiQueryAttention
+from jaxkv.attention import ScoreOptions as ScoreOptions
+from jaxkv.cache import Contiguous as Contiguous
+from jaxkv.cache import KVSpec as KVSpec
+from jaxkv.cache import LayerCache as LayerCache
+from jaxkv.cache import ModelCache as ModelCache
+from jaxkv.cache import Raw as Raw
+from jaxkv.core.numerics import Numerics as Numerics
+from jaxkv.core.rotary import Rotary as Rotary
+from jaxkv.core.rotary_scaling import NTK as NTK
+from jaxkv.core.rotary_scaling import DynamicNTK as DynamicNTK
+from jaxkv.core.rotary_scaling import Linear as Linear
+from jaxkv.core.rotary_scaling import Llama3 as Llama3
+from jaxkv.core.rotary_scaling import YaRN as YaRN
+from jaxkv.core.sharding import Rules as Rules
+from jaxkv.core.sharding import use_rules as use_rules
+from jaxkv.core.visibility import Visibility as Visibility
+from jaxkv.generate import Generation as Generation
+from jaxkv.generate import Sampling as Sampling
+from jaxkv.generate import StopReason as StopReason
+from jaxkv.generate import generate as generate
+from jaxkv.models.decoder import Decoder as Decoder
+from jaxkv.ops.api import attention as attention
+from jaxkv.ops.api import explain as explain
+from jaxkv.ops.merge import merge as merge
+
+__version__ = "0.1.0"

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison as a table, as JSON and as pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from jaxkv.cli.comparison import BATCHES, Result
+from jaxkv.core.extras import require
+from jaxkv.memory.counting import Storage
+from jaxkv.memory.units import format_bytes
+from jaxkv.models.presets import load_geometry
+
+REAL_MODELS = ("gpt3-175b", "gpt2-xl", "llama2-70b", "llama3-8b", "deepseek-v3")
+ONE_SEED = (
+    "One seed cannot rank the losses: differences of this size also come from the seed alone. "
+    "--seeds N trains each variant N times and adds the spread."
+)
+# Okabe and Ito's colours are told apart with any colour vision.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Lays the variants out side by side."""
+    seeds = len(results[0].losses)
+    title = "Same parameters, data order and seed; only the attention differs"
+    out = Table(title=title, title_justify="left", title_style="bold")
+    out.add_column("variant")
+    spread = f" (± over {seeds} seeds)" if seeds > 1 else ""
+    columns = ["parameters", f"validation loss{spread}", "cache bytes/token", "of MHA's"]
+    columns += [f"decode tokens/s, batch {b}" for b in BATCHES]
+    for column in [*columns, "largest cached-uncached logit gap"]:
+        out.add_column(column, justify="right")
+    for r in results:
+        loss = f"{r.loss:.3f}" + (f" ± {r.loss_deviation:.3f}" if seeds > 1 else "")
+        out.add_row(
+            r.variant.upper(),
+            f"{r.parameters:,}",
+            loss,
+            f"{r.cache_bytes_per_token:,.0f}",
+            f"{r.cache_bytes_per_token / results[0].cache_bytes_per_token:.3f}",
+            *(f"{r.rates[b]:,.0f}" for b in BATCHES),
+            f"{r.gap:.1e}",
+        )
+    return out
+
+
+def real_rows() -> list[dict[str, Any]]:
+    """Counts real models' caches: bytes of a token in bfloat16, and of their multi-head form."""
+    storage, rows = Storage("bfloat16"), []
+    for name in REAL_MODELS:
+        geometry = load_geometry(name)
+        own, heads = storage.token_bytes(geometry), storage.token_bytes(geometry.per_head())
+        rows.append({"model": name, "bytes_per_token": own, "multi_head_bytes_per_token": heads})
+    return rows
+
+
+def real_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Lays the real models' caches out."""
+    out = Table(title="Real models, bfloat16, all layers", title_justify="left", title_style="bold")
+    out.add_column("model")
+    for column in ("cache bytes/token", "", "with a KV head per query head", "ratio"):
+        out.add_column(column, justify="right")
+    for row in rows:
+        own, heads = row["bytes_per_token"], row["multi_head_bytes_per_token"]
+        out.add_row(
+            row["model"], f"{own:,}", format_bytes(own), format_bytes(heads), f"{own / heads:.4f}"
+        )
+    return out
+
+
+def as_dict(results: Sequence[Result], facts: dict[str, Any]) -> dict[str, Any]:
+    """Turns a comparison into plain data; sizes are in bytes, losses in nats per byte."""
+    variants = []
+    for r in results:
+        deviation = None if math.isnan(r.loss_deviation) else r.loss_deviation
+        row = dataclasses.asdict(r) | {"loss": r.loss, "loss_deviation": deviation}
+        row["rates"] = {str(b): rate for b, rate in r.rates.items()}
+        row["cache_ratio"] = r.cache_bytes_per_token / results[0].cache_bytes_per_token
+        variants.append(row)
+    return {**facts, "variants": variants}
+
+
+def draw(results: Sequence[Result], real: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draws loss curves, cache against speed, and the real models' caches."""
+    require("matplotlib", extra="cli")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for r, colour in zip(results, COLOURS, strict=False):
+        axes.plot(*zip(*r.curve, strict=True), label=r.variant.upper(), color=colour, linewidth=1.2)
+    axes.set(xlabel="training step", ylabel="training loss (nats per byte)", title="Loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    loss = _save(plt, figure, folder / "loss.png")
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.5))
+    names = [r.variant.upper() for r in results]
+    left.bar(names, [r.cache_bytes_per_token for r in results], color=COLOURS[: len(results)])
+    left.set(ylabel="cache bytes per token", title="Memory (measured)")
+    for number, batch in enumerate(BATCHES):
+        places = [i + (number - 0.5) * 0.4 for i in range(len(results))]
+        rates = [r.rates[batch] for r in results]
+        right.bar(places, rates, width=0.4, label=f"batch {batch}", color=COLOURS[number])
+    right.set_xticks(range(len(results)), names)
+    right.set(ylabel="decoded tokens per second", title="Speed (all rows together)")
+    right.legend()
+    cache = _save(plt, figure, folder / "cache.png")
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    models = [row["model"] for row in real]
+    kib = [row["bytes_per_token"] / 1024 for row in real]
+    bars = axes.barh(models, kib, color=COLOURS[0])
+    axes.bar_label(bars, labels=[format_bytes(row["bytes_per_token"]) for row in real], padding=3)
+    axes.set(xscale="log", xlabel="cache per token, bfloat16 (KiB, log scale)", title="Real models")
+    axes.margins(x=0.2)
+    return [loss, cache, _save(plt, figure, folder / "real_models.png")]
+
+
+def _save(plt: Any, figure: Any, path: Path) -> Path:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path

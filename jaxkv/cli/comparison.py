@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains and measures the variants of one comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxkv.cache.records import tree_bytes
+from jaxkv.cli.variants import (
+    VARIANTS,
+    Size,
+    count_parameters,
+    default_mlp,
+    make_decoder,
+    matched_mlp,
+)
+from jaxkv.core.numerics import Numerics
+from jaxkv.generate import Sampling, generate
+from jaxkv.generate.timing import decode_rate, largest_cached_gap
+from jaxkv.models.decoder import Decoder
+from jaxkv.training import TextData, TrainConfig, train
+
+BATCHES = (1, 8)
+PROMPT = "MACBETH:\n"
+GAP_TOKENS, GAP_PREFILL = 192, 128
+SAMPLE_TOKENS = 240
+
+
+@dataclasses.dataclass
+class Result:
+    """What was measured of one variant.
+
+    Attributes:
+      variant: Its name.
+      mlp_features: Width that makes the parameter totals agree.
+      parameters: Their number.
+      losses: Final validation loss of each seed, nats per byte.
+      curve: `(step, training loss)` of the first seed.
+      cache_bytes_per_token: Bytes of a live cache's records over its slots.
+      rates: Batch -> decoded tokens per second.
+      gap: Largest difference between cached and uncached logits.
+      sample: Text drawn from the first seed's model.
+    """
+
+    variant: str
+    mlp_features: int
+    parameters: int
+    losses: list[float]
+    curve: list[tuple[int, float]]
+    cache_bytes_per_token: float
+    rates: dict[int, float]
+    gap: float
+    sample: str
+
+    @property
+    def loss(self) -> float:
+        """Mean validation loss over the seeds."""
+        return statistics.mean(self.losses)
+
+    @property
+    def loss_deviation(self) -> float:
+        """Standard deviation of the validation loss over the seeds; nan of one seed."""
+        return statistics.stdev(self.losses) if len(self.losses) > 1 else math.nan
+
+
+# Called as report(what is being done, share done of this variant).
+Report = Callable[[str, float], None]
+
+
+def compare_variant(
+    variant: str, size: Size, text: Path | None, seeds: int, numerics: Numerics, report: Report
+) -> Result:
+    """Trains one variant with every seed and measures the first one's cache."""
+    base = next(iter(VARIANTS))
+    target = count_parameters(make_decoder(base, size))
+    width = default_mlp(size) if variant == base else matched_mlp(variant, size, target)
+    data = TextData.load(text, length=size.length)
+    losses, curves, first = [], [], None
+    for seed in range(seeds):
+        model = make_decoder(variant, size, mlp_features=width, numerics=numerics, seed=seed)
+        share = (seed / seeds, 1 / seeds)
+        model, loss, curve = _train(model, data, size, seed, report, share)
+        first = first if first is not None else model
+        losses.append(loss)
+        curves.append(curve)
+    assert first is not None
+    return Result(
+        variant,
+        width,
+        count_parameters(first),
+        losses,
+        curves[0],
+        *_measure(first, data, size, report),
+    )
+
+
+def _train(
+    model: Decoder,
+    data: TextData,
+    size: Size,
+    seed: int,
+    report: Report,
+    share: tuple[float, float],
+) -> tuple[Decoder, float, list[tuple[int, float]]]:
+    curve: list[tuple[int, float]] = []
+
+    def on_metrics(metrics: dict) -> None:
+        if "loss" in metrics:
+            curve.append((metrics["step"], metrics["loss"]))
+            done = share[0] + share[1] * metrics["step"] / size.steps
+            report(f"training, loss {metrics['loss']:.3f}", 0.75 * done)
+
+    config = TrainConfig(
+        steps=size.steps,
+        batch=size.batch,
+        length=size.length,
+        warmup=max(size.steps // 20, 5),
+        eval_every=size.steps,
+        seed=seed,
+    )
+    result = train(model, data, config, progress=False, on_metrics=on_metrics)
+    return result.model, result.validation_loss, curve
+
+
+def _measure(
+    model: Decoder, data: TextData, size: Size, report: Report
+) -> tuple[float, dict[int, float], float, str]:
+    tokens = np.asarray(data.validation_tokens[: size.live], np.int32)
+    report("comparing cached with uncached logits", 0.78)
+    gap = largest_cached_gap(model, tokens[:GAP_TOKENS], prefill=GAP_PREFILL)
+    cache = model.init_cache(1, size.live)
+    per_token = sum(tree_bytes(layer.planes) for layer in cache.layers) / size.live
+    rates = {}
+    for number, batch in enumerate(BATCHES):
+        report(f"timing decode, batch {batch}", 0.82 + 0.06 * number)
+        rates[batch] = decode_rate(model, tokens, batch=batch, steps=size.timed)
+    report("writing a sample", 0.95)
+    prompt = list(PROMPT.encode())
+    drawn = generate(
+        model, [prompt], max_new_tokens=SAMPLE_TOKENS, sampling=Sampling(0.8, top_p=0.95)
+    )
+    sample = PROMPT + bytes(drawn.rows()[0]).decode("utf-8", "replace")
+    report("done", 1.0)
+    return per_token, rates, gap, sample
