@@ -138,6 +138,8 @@ class LayerCache(Verbs):
     def write(self, key: jax.Array, value: jax.Array | None) -> LayerCache:
         """Stores this step's tokens: key `[B, T, K, H + shared]`, value `[B, T, K, V]` or None."""
         r, plan = self.records, self._opened()
+        if key.size == 0:  # no rows or no tokens
+            return self
         new = r.codec.encode(r.spec, key, value)
         axes = self._plane_axes(head_axis(r.spec.kv_heads))
         planes = local(write, (axes, axes, ("batch",)), axes)(r.planes, new, plan.jobs)

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped-query attention: the conformance suite, and its own maths."""
+
+from jaxkv.attention import GroupedQueryAttention
+from jaxkv.testing.caching import Caching as AttentionConformance
+
+
+class TestConformance(AttentionConformance):
+    variant = GroupedQueryAttention
