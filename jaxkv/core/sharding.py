@@ -78,21 +78,22 @@ def current_rules() -> Rules:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Finds the mesh set by `jax.set_mesh`, or `None` where there is none to split over.
-
-    Axes that an enclosing `shard_map` has taken (Manual) are not ours to split again.
-    """
+    """Finds the mesh set by `jax.set_mesh`, or `None` where there is none to split over."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh is None or mesh.empty or all(t == AxisType.Manual for t in mesh.axis_types):
-        return None
-    return mesh
+    return mesh if mesh is not None and free_axes(mesh) else None
+
+
+def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Sizes the mesh axes that are ours to split: not those an outer `shard_map` has taken."""
+    kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in kinds if kind != AxisType.Manual}
 
 
 def axis_size(logical: str, mesh: Mesh | AbstractMesh | None = None) -> int:
     """Counts the devices that a logical axis is split over."""
     mesh = mesh or current_mesh()
     name = current_rules().mesh_axis(logical)
-    return 1 if mesh is None or name is None else dict(mesh.shape).get(name, 1)
+    return 1 if mesh is None or name is None else free_axes(mesh).get(name, 1)
 
 
 def spec_for(
@@ -113,10 +114,11 @@ def spec_for(
     rules = rules or current_rules()
     if len(axes) != len(shape):
         raise ValueError(f"axes {tuple(axes)} do not fit shape {tuple(shape)}: one name per axis.")
+    sizes = free_axes(mesh) if mesh is not None else {}
     out: list[str | None] = []
     for axis, size in zip(axes, shape, strict=True):
         name = rules.mesh_axis(axis)
-        devices = 0 if mesh is None or name is None else dict(mesh.shape).get(name, 0)
+        devices = sizes.get(name, 0) if name is not None else 0
         out.append(name if devices and name not in out and size % devices == 0 else None)
     return PartitionSpec(*out)
 
@@ -135,8 +137,10 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         return x
     spec = spec_for(axes, x.shape, mesh)
     if AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.reshard(x, spec)
-    return jax.lax.with_sharding_constraint(x, spec)
+        x = jax.sharding.reshard(x, _only(AxisType.Explicit, spec, mesh))
+    if AxisType.Auto in mesh.axis_types:
+        x = jax.lax.with_sharding_constraint(x, _only(AxisType.Auto, spec, mesh))
+    return x
 
 
 def out_sharding(axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec | None:
@@ -144,7 +148,7 @@ def out_sharding(axes: Sequence[str | None], shape: Sequence[int]) -> PartitionS
     mesh = current_mesh()
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return None
-    return spec_for(axes, shape, mesh)
+    return _only(AxisType.Explicit, spec_for(axes, shape, mesh), mesh)
 
 
 AxisTree = Any  # a pytree of tuples of logical names, one tuple per array
@@ -165,18 +169,36 @@ def local(fn: Callable[..., Any], in_axes: Sequence[AxisTree], out_axes: AxisTre
 
     def run(*args: Any) -> Any:
         mesh = current_mesh()
-        if mesh is None or math.prod(mesh.axis_sizes) == 1:
+        if mesh is None:
+            return fn(*args)
+        explicit = AxisType.Explicit in mesh.axis_types
+        # An Explicit mesh of one device still puts its axes on the arrays that `fn` would see.
+        if math.prod(free_axes(mesh).values()) == 1 and not explicit:
             return fn(*args)
         in_specs = tuple(_specs(a, x, mesh) for a, x in zip(in_axes, args, strict=True))
-        # Inside the trace the shapes are local ones, so logical axes are resolved out here.
-        shapes = jax.eval_shape(fn, *args)
-        out_specs = _specs(out_axes, shapes, mesh)
-        if AxisType.Explicit in mesh.axis_types:
-            args = jax.tree.map(jax.sharding.reshard, args, in_specs)
-        mapped = jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        # Inside the trace the shapes are local ones, so logical axes are resolved out here, on
+        # bare shapes: `fn` need not be legal on arrays that an Explicit mesh has split.
+        bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        out_specs = _specs(out_axes, jax.eval_shape(fn, *bare), mesh)
+        if explicit:
+            placed = jax.tree.map(lambda spec: _only(AxisType.Explicit, spec, mesh), in_specs)
+            args = jax.tree.map(jax.sharding.reshard, args, placed)
+        mapped = jax.shard_map(
+            fn,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(free_axes(mesh)),
+            check_vma=False,
+        )
         return mapped(*args)
 
     return run
+
+
+def _only(kind: AxisType, spec: PartitionSpec, mesh: AbstractMesh) -> PartitionSpec:
+    """Keeps the mesh axes of one kind: on a mixed mesh each kind is placed by its own call."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return PartitionSpec(*(name if kinds.get(name) == kind else None for name in spec))
 
 
 def _is_axes(node: Any) -> bool:

@@ -43,7 +43,7 @@ class Visibility:
             bad = self.window is not None and self.window < 1
         if bad:
             raise ValueError(f"window={self.window}: want W >= 1 keys, or (left, right) >= 0.")
-        if isinstance(self.window, int) and not self.causal:
+        if self.window is not None and not isinstance(self.window, tuple) and not self.causal:
             raise ValueError(
                 f"window={self.window} with causal=False does not say how far a query looks "
                 f"ahead: want (left, right), for example ({self.window - 1}, 0)."
@@ -80,10 +80,12 @@ class Visibility:
           bool, True where the key is seen.
         """
         seen = jnp.broadcast_to(k_order >= 0, jnp.broadcast_shapes(q_order.shape, k_order.shape))
-        if self.right is not None:
-            seen &= k_order <= q_order + self.right
+        if self.causal:
+            seen &= k_order <= q_order
         if self.left is not None:
             near = k_order >= q_order - self.left
+            if self.right is not None and not self.causal:
+                near &= k_order <= q_order + self.right
             seen &= near | (k_order < self.pinned) if self.pinned else near
         return seen
 
@@ -98,6 +100,8 @@ class Visibility:
         end = jnp.full_like(q_high, np.iinfo(np.int32).max)
         if self.right is not None:
             end = q_high + self.right + 1
+        if not self.causal:
+            end = jnp.maximum(end, self.pinned)
         return first, end
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.positions import orders
-from jaxkv.core.sharding import axis_size, local
+from jaxkv.core.sharding import axis_size, current_rules, local
 from jaxkv.core.trees import is_known
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops.einsum import Einsum
@@ -128,9 +128,10 @@ def prepare(
             f"(order of query 0; {S - T} aligns the ends) or query_order."
         )
     q_order = orders(T) if query_order is None else query_order
-    if offset is not None:
-        q_order = q_order + jnp.asarray(offset, jnp.int32).reshape(-1, 1)
     k_order = orders(S) if key_order is None else key_order
+    _check_ints(query_order=(q_order, T, B), key_order=(k_order, S, B))
+    if offset is not None:
+        q_order = q_order + _offsets(offset, B)
     k_order = _limited(k_order, key_lengths, S, B, "key_lengths")
     if query_segments is not None and key_segments is None and T == S:
         key_segments = query_segments
@@ -140,7 +141,6 @@ def prepare(
         key_segments = jnp.ones((B, S), jnp.int32) if key_segments is None else key_segments
     if (query_segments is None) != (key_segments is None):
         raise ValueError("query_segments and key_segments belong together: pass both.")
-    _check_ints(q_order=(q_order, T, B), k_order=(k_order, S, B))
     if query_segments is not None and key_segments is not None:
         _check_ints(query_segments=(query_segments, T, B), key_segments=(key_segments, S, B))
         query_segments = jnp.broadcast_to(query_segments, (B, T))
@@ -198,9 +198,14 @@ def run_on_mesh(chosen: Implementation, operands: Operands) -> tuple[jax.Array, 
 def head_axis(kv_heads: int) -> str | None:
     """Names the logical axis of query heads: split only where each device's KV heads fit.
 
-    One KV head serves any split of the query heads; several must be divided alike.
+    One KV head serves any split of the query heads; several must be divided alike, over the
+    same mesh axis. Rows keep a mesh axis that rows and heads both ask for.
     """
-    return "heads" if kv_heads == 1 or kv_heads % axis_size("kv_heads") == 0 else None
+    rules = current_rules()
+    mine, theirs = rules.mesh_axis("heads"), rules.mesh_axis("kv_heads")
+    alike = mine == theirs and kv_heads % axis_size("kv_heads") == 0
+    fits = mine != rules.mesh_axis("batch") and (kv_heads == 1 or alike)
+    return "heads" if fits else None
 
 
 def choose(operands: Operands, implementation: str | Sequence[str] | None) -> Implementation:
@@ -256,6 +261,14 @@ def check_lengths(name: str, lengths: jax.Array, most: int, batch: int) -> None:
         values = np.asarray(lengths)
         if values.size and (values.min() < 0 or values.max() > most):
             raise ValueError(f"{name} {values.tolist()}: want 0 to {most} tokens in each row.")
+
+
+def _offsets(offset: jax.Array | int, batch: int) -> jax.Array:
+    offset = jnp.asarray(offset)
+    fits = offset.shape in ((), (1,), (batch,)) and jnp.issubdtype(offset.dtype, jnp.integer)
+    if not fits:
+        raise ValueError(f"offset {offset.dtype}{offset.shape}: want int32 () or ({batch},).")
+    return offset.astype(jnp.int32).reshape(-1, 1)
 
 
 def _limited(

@@ -33,7 +33,8 @@ class Einsum:
 
         # [B, K, G*T, H]: one product per KV head with all its query rows, heads before tokens
         # so that the scores need no transpose.
-        query = o.query.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+        query = o.emptied_query().reshape(B, T, K, G, H)
+        query = query.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
         scores = jnp.einsum(
             "bkmh,bskh->bkms",
             lone_row_doubled(query, 2),

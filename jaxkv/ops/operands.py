@@ -61,6 +61,13 @@ class Operands:
         filled = jnp.broadcast_to(filled, x.shape[:2])[:, :, None, None]
         return jnp.where(filled, x, jnp.zeros((), x.dtype))
 
+    def emptied_query(self) -> jax.Array:
+        """Zeroes the queries of padding: NaN there would reach every key's gradient."""
+        if self.q_segments is None:
+            return self.query
+        real = (self.q_segments != 0)[:, :, None, None]
+        return jnp.where(real, self.query, jnp.zeros((), self.query.dtype))
+
     def seen(self) -> jax.Array:
         """Applies the visibility rule: bool `[B|1, N|1, T, S]`."""
         return visible(

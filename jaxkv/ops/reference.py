@@ -25,7 +25,7 @@ class Reference:
     def run(self, operands: Operands) -> tuple[jax.Array, jax.Array]:
         """Computes `(out [B, T, N, V], lse float32[B, T, N])`."""
         o = operands
-        query = o.query.astype(jnp.float32)
+        query = o.emptied_query().astype(jnp.float32)
         key = jnp.repeat(o.emptied(o.key).astype(jnp.float32), o.groups, axis=2)
         value = jnp.repeat(o.emptied(o.value).astype(jnp.float32), o.groups, axis=2)
 
