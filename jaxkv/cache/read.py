@@ -3,69 +3,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxkv.cache.codecs import Codec, Planes
-from jaxkv.cache.index import Index, Layout
-from jaxkv.cache.spec import KVSpec
-from jaxkv.cache.write import add_window, window_of, zero_cotangent
-from jaxkv.core.visibility import Visibility
+from jaxkv.cache.blocks import Unit
+from jaxkv.cache.codecs import Planes
+from jaxkv.cache.index import Index
+from jaxkv.cache.reading import BlockView as BlockView
+from jaxkv.cache.reading import Reading as Reading
+from jaxkv.cache.reading import choose_tile
+from jaxkv.cache.write import zero_cotangent
 from jaxkv.ops.operands import capped
-
-# Scores of one block, in elements: keeps scores, keys and values of a block near the core.
-BLOCK_SCORES = 2**19
-BLOCK_SLOTS = (128, 512)
-
-
-class BlockView(Protocol):
-    """Turns a block into another form before it is attended (MLA: expanded heads)."""
-
-    def spec(self, num_heads: int) -> KVSpec:
-        """The record that this form's `num_heads` queries (a device's share) fit."""
-        ...
-
-    def apply(self, weights: Any, spec: KVSpec, codec: Codec, block: Planes) -> Planes:
-        """Gives the block as planes of `spec`, stored raw, in the dtype of `weights`."""
-        ...
-
-    @property
-    def codec(self) -> Codec:
-        """Reads the planes that `apply` gives."""
-        ...
-
-    @property
-    def weight_axes(self) -> Any:
-        """Names the logical axes of `weights`, as a tree of them."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """The static choices of one read."""
-
-    spec: KVSpec
-    codec: Codec
-    layout: Layout
-    rule: Visibility
-    scale: float
-    groups: int  # query heads that share a KV head of the records
-    soft_cap: float | None = None
-    precision: Any = None
-    view: BlockView | None = None
-
-    def read_spec(self, num_heads: int) -> KVSpec:
-        """The record that `num_heads` queries, a device's share, fit."""
-        if self.view is not None:
-            return self.view.spec(num_heads)
-        # One KV head serves any share of the query heads; several are shared out alike.
-        return dataclasses.replace(self.spec, kv_heads=max(1, num_heads // self.groups))
 
 
 class Inputs(NamedTuple):
@@ -73,6 +26,14 @@ class Inputs(NamedTuple):
 
     bias: jax.Array | None  # [B|1, N|1, T|1, S]
     weights: Any  # of the view
+
+
+class Rows(NamedTuple):
+    """Where the queries of one read stand, and what they may see."""
+
+    index: Index
+    q_order: jax.Array  # int32 [B, T]
+    mask: jax.Array | None  # bool [B|1, N|1, T|1, S]
 
 
 def read(
@@ -107,238 +68,168 @@ def read(
     spec = how.read_spec(N)
     K, V = spec.kv_heads, spec.value_width
     if B == 0 or T == 0:
-        return jnp.zeros((B, T, N, V)), jnp.full((B, T, N), -jnp.inf)
+        zero = jnp.zeros((B, T, N, V), jnp.float32)
+        return zero, jnp.full((B, T, N), -jnp.inf, jnp.float32)
     # [B, K, G*T, H]: all query rows of a KV head in one product.
-    rows = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
-    out, lse = _read(how, rows, planes, Inputs(bias, weights), index, q_order, mask)
+    grouped = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+    out, lse = _read(how, grouped, planes, Inputs(bias, weights), Rows(index, q_order, mask))
     out = out.reshape(B, N, T, -1).swapaxes(1, 2)
     return out, lse.reshape(B, N, T).swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read(
-    how: Reading,
-    query: jax.Array,
-    planes: Planes,
-    inputs: Inputs,
-    index: Index,
-    q_order: jax.Array,
-    mask: jax.Array | None,
+    how: Reading, query: jax.Array, planes: Planes, inputs: Inputs, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the forward loop: `([B, K, M, V], [B, K, M])`, float32."""
-    size, slots = _tile(how, query, planes)
-    V = how.read_spec(query.shape[1]).value_width
+    """Reads for queries `[B, K, M, H]`: `([B, K, M, V], [B, K, M])`, float32."""
+    return _by_platform(_outputs, how, query, planes, inputs, rows)
 
-    def row_body(_: None, b: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        row = _Row(how, planes, index, q_order, mask, b, size, slots)
-        q = query[b]
+
+def _by_platform(fn: Callable[..., Any], how: Reading, *args: Any) -> Any:
+    """Runs a loop with the tile of the platform that the program is compiled for."""
+    return lax.platform_dependent(
+        *args,
+        cpu=functools.partial(fn, how, True),
+        default=functools.partial(fn, how, False),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _outputs(
+    how: Reading, cpu: bool, query: jax.Array, planes: Planes, inputs: Inputs, rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the forward loop over every row and its heads."""
+    tile = choose_tile(how, cpu, query, planes)
+    B, K, M, H = query.shape
+    V = how.read_spec(K).value_width if how.view is not None else how.spec.value_width
+    units = query.reshape(-1, tile.heads, M, H)
+
+    def unit_body(_: None, u: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        unit = Unit(how, tile, planes, rows.index, rows.q_order, rows.mask, u)
+        q = units[u]
 
         def body(j: jax.Array, carry: tuple) -> tuple:
             top, total, acc = carry
-            block, order = row.block(j)
-            seen = row.seen(order, q.shape)
-            scores = _scores(how, q, block, inputs.weights, row.bias(inputs.bias, order, q.shape))
+            block, order = unit.block(j)
+            seen = unit.seen(order, q.shape)
+            bias = unit.bias(inputs.bias, order, q.shape)
+            scores = _scores(how, q, block, inputs.weights, bias)
             new_top = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
             shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
-            p = jnp.where(seen, jnp.exp(jnp.where(seen, scores - shift[..., None], 0.0)), 0.0)
+            p = _weights(seen, scores, shift)
             old = jnp.where(jnp.isfinite(top), jnp.exp(top - shift), 0.0)
             mixed = _mix(how, p.astype(q.dtype), block, inputs.weights)
             total = total * old + jnp.sum(p, axis=-1)
             return new_top, total, acc * old[..., None] + mixed
 
-        empty = jnp.full(q.shape[:2], -jnp.inf)
-        start = (empty, jnp.zeros(q.shape[:2]), jnp.zeros((*q.shape[:2], V)))
-        top, total, acc = lax.fori_loop(*row.span(), body, start)
+        empty = jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+        start = (empty, jnp.zeros_like(empty), jnp.zeros((*q.shape[:2], V), jnp.float32))
+        top, total, acc = lax.fori_loop(*unit.span(), body, start)
         none = total == 0
         total = jnp.where(none, 1.0, total)
         lse = jnp.where(none, -jnp.inf, jnp.where(none, 0.0, top) + jnp.log(total))
         return None, (acc / total[..., None], lse)
 
-    return lax.scan(row_body, None, jnp.arange(query.shape[0], dtype=jnp.int32))[1]
+    numbers = jnp.arange(units.shape[0], dtype=jnp.int32)
+    out, lse = lax.scan(unit_body, None, numbers)[1]
+    return out.reshape(B, K, M, V), lse.reshape(B, K, M)
 
 
 def _forward(
-    how: Reading,
-    query: jax.Array,
-    planes: Planes,
-    inputs: Inputs,
-    index: Index,
-    q_order: jax.Array,
-    mask: jax.Array | None,
+    how: Reading, query: jax.Array, planes: Planes, inputs: Inputs, rows: Rows
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    out, lse = _read(how, query, planes, inputs, index, q_order, mask)
-    return (out, lse), (query, planes, inputs, index, q_order, mask, out, lse)
+    out, lse = _read(how, query, planes, inputs, rows)
+    return (out, lse), (query, planes, inputs, rows, out, lse)
 
 
 def _backward(how: Reading, saved: tuple, grads: tuple[jax.Array, jax.Array]) -> tuple:
     """Runs the same blocks again: the flash-attention gradient (arXiv:2307.08691, 2.3.2)."""
-    query, planes, inputs, index, q_order, mask, out, lse = saved
+    query, planes, inputs, rows, out, lse = saved
     d_out, d_lse = grads
     seen_any = jnp.isfinite(lse)
-    d_lse = jnp.where(seen_any, d_lse, 0.0)
     shift = jnp.where(seen_any, lse, 0.0)
-    delta = jnp.sum(d_out * out, axis=-1) - d_lse
-    size, slots = _tile(how, query, planes)
-
-    def row_body(carry: tuple, b: jax.Array) -> tuple[tuple, jax.Array]:
-        row = _Row(how, planes, index, q_order, mask, b, size, slots)
-        q = query[b]
-
-        def body(j: jax.Array, carry: tuple) -> tuple:
-            d_q, d_planes, d_inputs = carry
-            block, order = row.block(j)
-            bias = row.bias(inputs.bias, order, q.shape)
-            scores, pull = jax.vjp(functools.partial(_scores, how), q, block, inputs.weights, bias)
-            seen = row.seen(order, q.shape)
-            p = jnp.where(seen, jnp.exp(jnp.where(seen, scores - shift[b][..., None], 0.0)), 0.0)
-            _, pull_mix = jax.vjp(
-                functools.partial(_mix, how), p.astype(q.dtype), block, inputs.weights
-            )
-            d_p, d_block2, d_weights2 = pull_mix(d_out[b])
-            d_scores = p * (d_p.astype(jnp.float32) - delta[b][..., None])
-            d_q1, d_block, d_weights, d_bias = pull(d_scores)
-            d_planes = row.add(j, d_planes, d_block, d_block2)
-            d_weights = jax.tree.map(
-                lambda a, b, c: a + b.astype(a.dtype) + c.astype(a.dtype),
-                d_inputs.weights,
-                d_weights,
-                d_weights2,
-            )
-            d_bias = row.add_bias(d_inputs.bias, d_bias, order)
-            return d_q + d_q1.astype(jnp.float32), d_planes, Inputs(d_bias, d_weights)
-
-        start = (jnp.zeros(q.shape, jnp.float32), *carry)
-        d_q, d_planes, d_inputs = lax.fori_loop(*row.span(), body, start)
-        return (d_planes, d_inputs), d_q.astype(q.dtype)
-
-    d_planes = {n: jnp.zeros_like(x) for n, x in planes.items() if _floating(x)}
-    wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), inputs)
-    rows = jnp.arange(query.shape[0], dtype=jnp.int32)
-    (d_planes, d_inputs), d_query = lax.scan(row_body, (d_planes, wide), rows)
-    d_inputs = jax.tree.map(lambda g, x: g.astype(x.dtype), d_inputs, inputs)
+    delta = jnp.sum(d_out * out, axis=-1) - jnp.where(seen_any, d_lse, 0.0)
+    args = (query, planes, inputs, rows, d_out, shift, delta)
+    d_query, d_planes, d_inputs = _by_platform(_gradients, how, *args)
     d_planes = {n: d_planes[n] if n in d_planes else zero_cotangent(x) for n, x in planes.items()}
-    return d_query, d_planes, d_inputs, None, None, None
+    return d_query, d_planes, d_inputs, None
 
 
 _read.defvjp(_forward, _backward)
 
 
-@dataclasses.dataclass
-class _Row:
-    """One row of a read: finds its blocks, and what its queries see of them."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gradients(
+    how: Reading,
+    cpu: bool,
+    query: jax.Array,
+    planes: Planes,
+    inputs: Inputs,
+    rows: Rows,
+    d_out: jax.Array,
+    shift: jax.Array,
+    delta: jax.Array,
+) -> tuple[jax.Array, Planes, Inputs]:
+    """Runs the backward loop: gradients of query, float planes, and inputs."""
+    tile = choose_tile(how, cpu, query, planes)
+    M, H = query.shape[2:]
+    units = query.reshape(-1, tile.heads, M, H)
+    d_outs = d_out.reshape(-1, tile.heads, *d_out.shape[2:])
+    shifts, deltas = shift.reshape(-1, tile.heads, M, 1), delta.reshape(-1, tile.heads, M, 1)
 
-    how: Reading
-    planes: Planes
-    index: Index
-    q_order: jax.Array
-    mask: jax.Array | None
-    b: jax.Array
-    size: int
-    slots: int
+    def unit_body(carry: tuple, u: jax.Array) -> tuple[tuple, jax.Array]:
+        unit = Unit(how, tile, planes, rows.index, rows.q_order, rows.mask, u)
+        q = units[u]
 
-    def span(self) -> tuple[jax.Array, jax.Array]:
-        order = self.q_order[self.b]
-        reach = self.how.rule.reach(order[0], order[-1])
-        first, end = self.how.layout.span(self.index, self.b, self.slots, self.size, reach)
-        return first, jnp.maximum(end, first)
+        def body(j: jax.Array, carry: tuple) -> tuple:
+            d_q, d_planes, d_inputs = carry
+            block, order = unit.block(j)
+            bias = unit.bias(inputs.bias, order, q.shape)
+            scores, pull = jax.vjp(functools.partial(_scores, how), q, block, inputs.weights, bias)
+            p = _weights(unit.seen(order, q.shape), scores, shifts[u, ..., 0])
+            _, pull_mix = jax.vjp(
+                functools.partial(_mix, how), p.astype(q.dtype), block, inputs.weights
+            )
+            d_p, d_mixed, d_mixed_weights = pull_mix(d_outs[u])
+            d_scores = p * (d_p.astype(jnp.float32) - deltas[u])
+            d_q_part, d_scored, d_scored_weights, d_bias = pull(d_scores)
+            parts = (d_scored_weights, d_mixed_weights)
+            d_inputs = Inputs(
+                unit.add_bias(d_inputs.bias, d_bias, order), _added(d_inputs.weights, *parts)
+            )
+            d_planes = unit.add(j, d_planes, d_scored, d_mixed)
+            return d_q + d_q_part.astype(jnp.float32), d_planes, d_inputs
 
-    def block(self, j: jax.Array) -> tuple[Planes, jax.Array]:
-        entry, slot, order = self._locate(j)
+        start = (jnp.zeros(q.shape, jnp.float32), *carry)
+        d_q, d_planes, d_inputs = lax.fori_loop(*unit.span(), body, start)
+        return (d_planes, d_inputs), d_q.astype(q.dtype)
 
-        def emptied(x: jax.Array) -> jax.Array:
-            window = window_of(x, entry, slot, self.size)[0]
-            filled = (order >= 0).reshape((1, self.size) + (1,) * (window.ndim - 2))
-            return jnp.where(filled, window, jnp.zeros((), window.dtype))
-
-        return {name: emptied(x) for name, x in self.planes.items()}, order
-
-    def seen(self, order: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Says which keys of a block each query row sees: bool `[K, M, Z]` (or broadcast)."""
-        seen = self.how.rule.allows(self.q_order[self.b][:, None], order[None])
-        seen = jnp.broadcast_to(seen[None, None], (1, 1, *seen.shape))
-        if self.mask is not None:
-            seen = seen & self._columns(self.mask, order)
-        return _per_row(seen, shape)
-
-    def bias(
-        self, bias: jax.Array | None, order: jax.Array, shape: tuple[int, ...]
-    ) -> jax.Array | None:
-        """Picks the bias of a block: float32 `[K, M, Z]`."""
-        if bias is None:
-            return None
-        return _per_row(self._columns(bias, order).astype(jnp.float32), shape)
-
-    def add(self, j: jax.Array, grads: Planes, *parts: Planes) -> Planes:
-        entry, slot, _ = self._locate(j)
-        out = dict(grads)
-        for name in grads:
-            for part in parts:
-                window = part[name][None].astype(grads[name].dtype)
-                out[name] = add_window(out[name], window, entry, slot)
-        return out
-
-    def add_bias(
-        self, total: jax.Array | None, grad: jax.Array | None, order: jax.Array
-    ) -> jax.Array | None:
-        if total is None or grad is None:
-            return None
-        T = self.q_order.shape[1]
-        grad = grad.reshape(-1, T, grad.shape[-1])[None]  # [1, N, T, Z]
-        for axis in (1, 2):
-            if total.shape[axis] == 1:
-                grad = jnp.sum(grad, axis=axis, keepdims=True)
-        row = self.b if total.shape[0] > 1 else jnp.zeros_like(self.b)
-        column = jnp.where(order >= 0, order, total.shape[-1])
-        return total.at[row, :, :, column].add(jnp.moveaxis(grad[0], -1, 0), mode="drop")
-
-    def _locate(self, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return self.how.layout.locate(self.index, self.b, self.slots, self.size, j)
-
-    def _columns(self, x: jax.Array, order: jax.Array) -> jax.Array:
-        row = lax.dynamic_index_in_dim(x, self.b if x.shape[0] > 1 else jnp.zeros_like(self.b), 0)
-        return jnp.take(row, jnp.maximum(order, 0), axis=3)
+    floats = {n: x for n, x in planes.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), inputs)
+    start = (jax.tree.map(jnp.zeros_like, floats), wide)
+    numbers = jnp.arange(units.shape[0], dtype=jnp.int32)
+    (d_planes, d_inputs), d_query = lax.scan(unit_body, start, numbers)
+    d_inputs = jax.tree.map(lambda g, x: g.astype(x.dtype), d_inputs, inputs)
+    return d_query.reshape(query.shape), d_planes, d_inputs
 
 
 def _scores(
     how: Reading, query: jax.Array, block: Planes, weights: Any, bias: jax.Array | None
 ) -> jax.Array:
-    spec, codec, block = _viewed(how, block, weights, query.shape[0])
+    spec, codec, block = how.viewed(query.shape[0], block, weights)
     scores = capped(codec.scores(spec, query, block, how.precision) * how.scale, how.soft_cap)
     return scores if bias is None else scores + bias
 
 
+def _weights(seen: jax.Array, scores: jax.Array, shift: jax.Array) -> jax.Array:
+    """Exponentiates the scores that are seen; others reach neither result nor gradient."""
+    return jnp.where(seen, jnp.exp(jnp.where(seen, scores - shift[..., None], 0.0)), 0.0)
+
+
 def _mix(how: Reading, p: jax.Array, block: Planes, weights: Any) -> jax.Array:
-    spec, codec, block = _viewed(how, block, weights, p.shape[0])
+    spec, codec, block = how.viewed(p.shape[0], block, weights)
     return codec.mix(spec, p, block, how.precision)
 
 
-def _viewed(how: Reading, block: Planes, weights: Any, heads: int) -> tuple[KVSpec, Codec, Planes]:
-    if how.view is None:
-        return how.spec, how.codec, block
-    view = how.view
-    return view.spec(heads), view.codec, view.apply(weights, how.spec, how.codec, block)
-
-
-def _per_row(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Lays `[1, N|1, T|1, Z]` out as query rows `[K|1, M, Z]`."""
-    K, M = shape[:2]
-    T = x.shape[2]
-    if x.shape[1] == 1:  # all heads alike: [T, Z] repeated for the G heads of each KV head
-        x = jnp.broadcast_to(x[0], (1, M, x.shape[3])) if T == 1 else jnp.tile(x[0], (1, M // T, 1))
-        return x
-    per_head = M * K // x.shape[1]  # T
-    x = jnp.broadcast_to(x[0], (x.shape[1], per_head, x.shape[3]))
-    return x.reshape(K, M, x.shape[2])
-
-
-def _tile(how: Reading, query: jax.Array, planes: Planes) -> tuple[int, int]:
-    """Chooses the block size, and tells S."""
-    slots = next(iter(planes.values())).shape[2]
-    low, high = BLOCK_SLOTS
-    want = BLOCK_SCORES // (query.shape[1] * query.shape[2])
-    want = min(high, max(low, 2 ** int(np.log2(max(want, 1)))))
-    return how.layout.tile(slots, want), slots
-
-
-def _floating(x: jax.Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+def _added(total: Any, *parts: Any) -> Any:
+    return jax.tree.map(lambda t, *xs: sum((x.astype(t.dtype) for x in xs), t), total, *parts)

@@ -80,15 +80,34 @@ def zero_cotangent(x: jax.Array) -> Any:
     return jnp.zeros_like(x) if floating else np.zeros(x.shape, jax.dtypes.float0)
 
 
-def window_of(x: jax.Array, entry: jax.Array, slot: jax.Array, width: int) -> jax.Array:
-    """Slices `width` slots of one entry: `[1, heads, width, ...]`."""
-    start = (entry, jnp.zeros_like(entry), slot) + (jnp.zeros_like(entry),) * (x.ndim - 3)
-    return lax.dynamic_slice(x, start, (1, x.shape[1], width, *x.shape[3:]))
+def window_of(
+    x: jax.Array,
+    entry: jax.Array,
+    slot: jax.Array,
+    width: int,
+    heads: tuple[jax.Array, int] | None = None,
+) -> jax.Array:
+    """Slices slots of one entry, of all heads or of (first, count): `[1, heads, width, ...]`."""
+    head, count = heads or (jnp.zeros_like(entry), x.shape[1])
+    return lax.dynamic_slice(x, _corner(x, entry, head, slot), (1, count, width, *x.shape[3:]))
+
+
+def add_window(
+    x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Array, head: jax.Array
+) -> jax.Array:
+    """Adds a window `[1, heads, width, ...]` to the slots and heads it was sliced from."""
+    old = window_of(x, entry, slot, window.shape[2], (head, window.shape[1]))
+    return lax.dynamic_update_slice(x, old + window, _corner(x, entry, head, slot))
 
 
 def _put(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Array) -> jax.Array:
-    start = (entry, jnp.zeros_like(entry), slot) + (jnp.zeros_like(entry),) * (x.ndim - 3)
-    return lax.dynamic_update_slice(x, window, start)
+    return lax.dynamic_update_slice(x, window, _corner(x, entry, jnp.zeros_like(entry), slot))
+
+
+def _corner(
+    x: jax.Array, entry: jax.Array, head: jax.Array, slot: jax.Array
+) -> tuple[jax.Array, ...]:
+    return (entry, head, slot) + (jnp.zeros_like(entry),) * (x.ndim - 3)
 
 
 def _slot_window(plane: jax.Array, jobs: Jobs, j: jax.Array) -> jax.Array:
@@ -114,9 +133,3 @@ def _framed(new: jax.Array, plane: jax.Array, width: int) -> jax.Array:
 def _unframed(frame: jax.Array, new: jax.Array, width: int) -> jax.Array:
     start = (0, 0, width) + (0,) * (new.ndim - 3)
     return lax.slice(frame, start, [a + b for a, b in zip(start, new.shape, strict=True)])
-
-
-def add_window(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Array) -> jax.Array:
-    """Adds a window `[1, heads, width, ...]` to the slots it was sliced from."""
-    old = window_of(x, entry, slot, window.shape[2])
-    return _put(x, old + window, entry, slot)

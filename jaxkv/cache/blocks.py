@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of one row and its heads, and what the row's queries see of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv.cache.codecs import Planes
+from jaxkv.cache.index import Index
+from jaxkv.cache.reading import Reading, Tile
+from jaxkv.cache.write import add_window, window_of
+
+
+@dataclasses.dataclass
+class Unit:
+    """One row and `tile.heads` of its KV heads: what one run of the read loop covers.
+
+    Units are numbered row by row, and by head within a row.
+    """
+
+    how: Reading
+    tile: Tile
+    planes: Planes
+    index: Index
+    q_order: jax.Array
+    mask: jax.Array | None
+    number: jax.Array
+
+    @property
+    def row(self) -> jax.Array:
+        """The row's number, int32."""
+        return self.number // (self.tile.kv_heads // self.tile.heads)
+
+    def span(self) -> tuple[jax.Array, jax.Array]:
+        """Bounds the row's live blocks that its queries may see."""
+        order = self.q_order[self.row]
+        reach = self.how.rule.reach(order[0], order[-1])
+        layout, tile = self.how.layout, self.tile
+        first, end = layout.span(self.index, self.row, tile.slots, tile.size, reach)
+        return first, jnp.maximum(end, first)
+
+    def block(self, j: jax.Array) -> tuple[Planes, jax.Array]:
+        """Slices block j and zeroes what is not filled: `[heads, Z, ...]`, order int32 `[Z]`."""
+        entry, slot, order = self._locate(j)
+
+        def emptied(x: jax.Array) -> jax.Array:
+            window = window_of(x, entry, slot, self.tile.size, self._heads(x.shape[1]))[0]
+            filled = (order >= 0).reshape((1, self.tile.size) + (1,) * (window.ndim - 2))
+            return jnp.where(filled, window, jnp.zeros((), window.dtype))
+
+        return {name: emptied(x) for name, x in self.planes.items()}, order
+
+    def seen(self, order: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Says which keys of a block each query row sees: bool `[heads|1, M, Z]`."""
+        seen = self.how.rule.allows(self.q_order[self.row][:, None], order[None])
+        seen = jnp.broadcast_to(seen[None, None], (1, 1, *seen.shape))
+        if self.mask is not None:
+            seen = seen & self._columns(self.mask, order)
+        return _per_query(seen, shape)
+
+    def bias(
+        self, bias: jax.Array | None, order: jax.Array, shape: tuple[int, ...]
+    ) -> jax.Array | None:
+        """Picks the bias of a block: float32 `[heads|1, M, Z]`."""
+        if bias is None:
+            return None
+        return _per_query(self._columns(bias, order).astype(jnp.float32), shape)
+
+    def add(self, j: jax.Array, grads: Planes, *parts: Planes) -> Planes:
+        """Adds gradients of block j to those of the planes."""
+        entry, slot, _ = self._locate(j)
+        out = dict(grads)
+        for name, total in grads.items():
+            window = sum(part[name].astype(jnp.float32) for part in parts)[None]
+            head, _ = self._heads(total.shape[1])
+            out[name] = add_window(total, window.astype(total.dtype), entry, slot, head)
+        return out
+
+    def add_bias(
+        self, total: jax.Array | None, grad: jax.Array | None, order: jax.Array
+    ) -> jax.Array | None:
+        """Adds the gradient `[heads|1, M, Z]` of a block's bias to that of the whole bias."""
+        if total is None or grad is None:
+            return None
+        grad = grad.reshape(-1, self.q_order.shape[1], grad.shape[-1])  # [N, T, Z]
+        for axis in (0, 1):
+            if total.shape[axis + 1] == 1:
+                grad = jnp.sum(grad, axis=axis, keepdims=True)
+        first, count = self._heads(total.shape[1])
+        head = first + jnp.arange(count, dtype=jnp.int32)[:, None]
+        column = jnp.where(order >= 0, order, total.shape[-1])[None]
+        place = total.at[self._row_of(total), head, :, column]
+        return place.add(grad.swapaxes(1, 2), mode="drop")
+
+    def _locate(self, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        layout, tile = self.how.layout, self.tile
+        return layout.locate(self.index, self.row, tile.slots, tile.size, j)
+
+    def _heads(self, have: int) -> tuple[jax.Array, int]:
+        """Tells this unit's first one and number of `have` heads; a single one is shared."""
+        units = self.tile.kv_heads // self.tile.heads
+        if have == 1:
+            return jnp.zeros_like(self.number), 1
+        return self.number % units * (have // units), have // units
+
+    def _row_of(self, x: jax.Array) -> jax.Array:
+        return self.row if x.shape[0] > 1 else jnp.zeros_like(self.row)
+
+    def _columns(self, x: jax.Array, order: jax.Array) -> jax.Array:
+        first, count = self._heads(x.shape[1])
+        row = lax.dynamic_index_in_dim(x, self._row_of(x), 0)
+        row = lax.dynamic_slice_in_dim(row, first, count, 1)
+        return jnp.take(row, jnp.maximum(order, 0), axis=3)
+
+
+def _per_query(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Lays `[1, N|1, T|1, Z]` out as query rows `[heads|1, M, Z]`, `shape[:2]` = (heads, M)."""
+    heads, M = shape[:2]
+    _, N, T, Z = x.shape
+    if N > 1:
+        per_head = M * heads // N  # T of the queries
+        return jnp.broadcast_to(x[0], (N, per_head, Z)).reshape(heads, M, Z)
+    if T == 1:
+        return jnp.broadcast_to(x[0], (1, M, Z))
+    return jnp.tile(x[0], (1, M // T, 1))
