@@ -330,7 +330,9 @@ class Decoder(nnx.Module):
                     f"{tokens.shape[1]} tokens, but only {self.max_positions} learned positions."
                 )
             table = self.position_embedding[...].astype(dtype)
-            x = x + jnp.broadcast_to(jnp.take(table, positions, axis=0), x.shape)
+            sharding = out_sharding(("batch", None, "embed"), (*positions.shape, self.features))
+            placed = table.at[positions].get(mode="fill", out_sharding=sharding)
+            x = x + jnp.broadcast_to(placed, x.shape)
         return _dropped(x, self.dropout_rate, self._layer_key(key, len(self.blocks)))
 
     def _dropout_key(
