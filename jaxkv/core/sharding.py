@@ -177,9 +177,11 @@ def local(fn: Callable[..., Any], in_axes: Sequence[AxisTree], out_axes: AxisTre
             return fn(*args)
         in_specs = tuple(_specs(a, x, mesh) for a, x in zip(in_axes, args, strict=True))
         # Inside the trace the shapes are local ones, so logical axes are resolved out here, on
-        # bare shapes: `fn` need not be legal on arrays that an Explicit mesh has split.
+        # bare shapes and no mesh: `fn` need not be legal on arrays that an Explicit one splits.
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        out_specs = _specs(out_axes, jax.eval_shape(fn, *bare), mesh)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            results = jax.eval_shape(fn, *bare)
+        out_specs = _specs(out_axes, results, mesh)
         if explicit:
             placed = jax.tree.map(lambda spec: _only(AxisType.Explicit, spec, mesh), in_specs)
             args = jax.tree.map(jax.sharding.reshard, args, placed)

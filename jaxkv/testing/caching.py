@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxkv.cache.codecs import Raw
 from jaxkv.core.numerics import Numerics
@@ -28,19 +27,21 @@ class Caching(Suite):
         x = self.tokens()
         want, none = call(attn, x)
         assert none is None
-        for widths in ([8], [1] * 8, [4, 4], [1, 4, 1, 1, 1]):
+        for widths in ([5, 1, 1, 1], [1] * 8, [4, 4], [1, 5, 1, 1]):
             got, cache = feed(attn, x, self.cache(attn), widths)
             assert_close(got, want, agreement("float32"), f"chunks {widths}")
             assert cache.lengths.tolist() == [8, 8]
             assert not cache.overflowed.any() and not cache.refused.any()
 
-    @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-    def test_every_pair_of_compute_and_cache_dtype(self, compute: str, stored: str) -> None:
-        attn = self.rotated(numerics=Numerics(dtype=jnp.dtype(compute)))
-        want, _ = call(self.rotated(), self.tokens())
-        cache = self.cache(attn, codec=Raw(jnp.dtype(stored)))
-        got, cache = feed(attn, self.tokens(), cache, [4, 1, 1, 1, 1])
+    @pytest.mark.parametrize(
+        "compute, stored",
+        [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
+    )
+    def test_pairs_of_compute_and_cache_dtype(self, attn: Any, compute: str, stored: str) -> None:
+        want, _ = call(attn, self.tokens())
+        other = self.rotated(numerics=Numerics(dtype=jnp.dtype(compute)))
+        cache = self.cache(other, codec=Raw(jnp.dtype(stored)))
+        got, cache = feed(other, self.tokens(), cache, [4, 4])
         assert got.dtype == compute
         assert {x.dtype.name for x in cache.records.planes.values()} == {stored}
         assert_close(got, want, agreement(compute, stored))
@@ -62,44 +63,44 @@ class Caching(Suite):
     def test_chk_01_ragged_chunks_equal_one_pass(self, attn: Any) -> None:
         # 16 tokens as 7 + 9, 1 + 15, 8 + 8 and 5 + 5 + 6: one row each, so chunks are ragged.
         x = self.tokens(rows=4, length=16)
-        want, full = call(attn, x, self.cache(attn, 4, capacity=16), lengths=jnp.full(4, 16))
+        want, full = call(attn, x, self.cache(attn, 4, capacity=16), lengths=np.full(4, 16))
         assert_close(want, call(attn, x)[0], what="one pass with a cache")
         cache, done = self.cache(attn, 4, capacity=16), np.zeros(4, np.int32)
         for counts in ([7, 1, 8, 5], [9, 15, 8, 5], [0, 0, 0, 6]):
             given = np.zeros_like(x)
             for b, count in enumerate(counts):
                 given[b, :count] = x[b, done[b] : done[b] + count]
-            got, cache = call(attn, given, cache, lengths=jnp.asarray(counts))
+            got, cache = call(attn, given, cache, lengths=np.asarray(counts))
             for b, count in enumerate(counts):
                 assert_close(got[b, :count], want[b, done[b] : done[b] + count], what=f"row {b}")
-                assert not np.asarray(got)[b, count:].any(), "padding must give 0"
+                assert not got[b, count:].any(), "padding must give 0"
             done += counts
         assert_trees_close(cache, full)
 
     def test_chk_06_an_empty_cache_keeps_the_causal_rule(self, attn: Any) -> None:
-        x, other = self.tokens(), self.tokens()
+        x, other = self.tokens(length=5), self.tokens(length=5)
         other[:, -1] += 1.0
         y, first = call(attn, x, self.cache(attn))
         z, changed = call(attn, other, self.cache(attn))
-        assert_trees_equal(y[:, :-1], z[:, :-1])
-        assert_trees_equal(_stored(first, 7), _stored(changed, 7))
+        assert_trees_equal(y[:, :4], z[:, :4])
+        assert_trees_equal(_stored(first, 4), _stored(changed, 4))
         # A second layer stores what it would see without a cache.
         _, second = call(attn, y, self.cache(attn))
         _, want = call(attn, call(attn, x)[0], self.cache(attn))
         assert_trees_close(second, want)
 
-    def test_msk_01_one_token_steps_do_not_need_the_causal_rule(self) -> None:
+    def test_msk_01_one_token_steps_do_not_need_the_causal_rule(self, attn: Any) -> None:
         x = self.tokens(length=4)
         steps = [
-            feed(attn, x, self.cache(attn, capacity=4), [1] * 4)[0]
-            for attn in (self.rotated(causal=True), self.rotated(causal=False))
+            feed(module, x, self.cache(module), [1] * 4)[0]
+            for module in (attn, self.rotated(causal=False))
         ]
         assert_trees_equal(*steps)
 
     def test_what_stands_in_unfilled_slots_changes_nothing(self, attn: Any) -> None:
         x = self.tokens()
-        clean = feed(attn, x, self.cache(attn), [4, 1, 1, 1, 1])
-        dirty = feed(attn, x, poisoned(self.cache(attn)), [4, 1, 1, 1, 1])
+        clean = feed(attn, x, self.cache(attn), [5, 1, 1, 1])
+        dirty = feed(attn, x, poisoned(self.cache(attn)), [5, 1, 1, 1])
         assert_trees_equal(dirty[0], clean[0])
         assert_trees_equal(_stored(dirty[1], 8), _stored(clean[1], 8))
 
@@ -108,8 +109,8 @@ class Caching(Suite):
         cache = poisoned(self.cache(attn, lanes=128))
         assert {p.shape[-1] for p in cache.records.planes.values()} == {128}
         assert cache.bytes_per_token == self.cache(attn).bytes_per_token
-        want, _ = feed(attn, x, self.cache(attn), [4, 1, 1, 1, 1])
-        assert_close(feed(attn, x, cache, [4, 1, 1, 1, 1])[0], want)
+        want, _ = feed(attn, x, self.cache(attn), [4, 4])
+        assert_close(feed(attn, x, cache, [4, 4])[0], want)
 
     def test_a_full_cache_raises_outside_jit(self, attn: Any) -> None:
         _, cache = call(attn, self.tokens(), self.cache(attn))
@@ -120,8 +121,8 @@ class Caching(Suite):
 
     def test_a_full_cache_drops_inside_jit_and_keeps_what_it_holds(self, attn: Any) -> None:
         x = self.tokens()
-        _, before = call(attn, x, self.cache(attn), lengths=jnp.array([8, 4]))
-        _, after = call(attn, self.tokens(seed=1), before)
+        _, before = call(attn, x, self.cache(attn), lengths=np.array([8, 4]))
+        _, after = call(attn, self.tokens(seed=1), before, lengths=np.array([8, 8]))
         assert after.lengths.tolist() == [12, 12]
         assert after.overflowed.tolist() == [True, False]
         for name, plane in before.records.planes.items():
@@ -135,9 +136,9 @@ class Caching(Suite):
 
     def test_rollback_leaves_no_trace_of_a_draft(self, attn: Any) -> None:
         x, draft, rest = self.tokens(), self.tokens(seed=1), self.tokens(seed=2)
-        _, cache = call(attn, x, self.cache(attn), lengths=jnp.array([8, 6]))
+        _, cache = call(attn, x, self.cache(attn), lengths=np.array([8, 6]))
         _, cache = feed(attn, draft[:, :3], cache, [1] * 3)
-        rolled = quick_jit(lambda cache, count: cache.rollback(count))(cache, jnp.array([3, 1]))
+        rolled = quick_jit(lambda cache, count: cache.rollback(count))(cache, np.array([3, 1]))
         assert rolled.lengths.tolist() == [8, 8] and not rolled.refused.any()
         got, _ = feed(attn, rest[:, :2], rolled, [1, 1])
         kept = np.stack([x[0], np.concatenate([x[1, :6], draft[1, :2]])])

@@ -27,9 +27,16 @@ def quick_jit(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 @quick_jit
-def call(attn: Attention, x: Any, cache: LayerCache | None = None, **given: Any) -> Any:
-    """Calls a module; all tests that use one shape share one compilation."""
+def _run(attn: Attention, x: Any, cache: LayerCache | None, given: dict[str, Any]) -> Any:
     return attn(x, cache=cache, **given)
+
+
+def call(
+    attn: Attention, x: Any, cache: LayerCache | None = None, **given: Any
+) -> tuple[np.ndarray, Any]:
+    """Calls a module; all tests that use one shape share one compilation."""
+    y, cache = _run(attn, x, cache, given)
+    return np.asarray(y), cache
 
 
 def feed(
@@ -39,7 +46,7 @@ def feed(
     outs, start = [], 0
     for width in widths:
         y, cache = call(attn, x[:, start : start + width], cache)
-        outs.append(np.asarray(y))
+        outs.append(y)
         start += width
     return np.concatenate(outs, axis=1), cache
 

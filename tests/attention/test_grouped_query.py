@@ -2,7 +2,7 @@
 """Grouped-query attention: the conformance suite, and its own maths."""
 
 from jaxkv.attention import GroupedQueryAttention
-from jaxkv.testing.caching import Caching as AttentionConformance
+from jaxkv.testing.conformance import AttentionConformance
 
 
 class TestConformance(AttentionConformance):
