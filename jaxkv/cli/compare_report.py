@@ -17,6 +17,11 @@ from jaxkv.memory.counting import Storage
 from jaxkv.memory.units import format_bytes
 from jaxkv.models.presets import load_geometry
 
+TITLE = "Same parameters, data order and tokens; only the attention differs"
+KEY = (
+    "loss: validation, nats per byte. cache: measured on live arrays. tok/s: decoded from the "
+    "cache, all rows together. max gap: largest difference of cached and uncached logits."
+)
 REAL_MODELS = ("gpt3-175b", "gpt2-xl", "llama2-70b", "llama3-8b", "deepseek-v3")
 ONE_SEED = (
     "One seed cannot rank the losses: differences of this size also come from the seed alone. "
@@ -29,14 +34,11 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 def table(results: Sequence[Result]) -> Table:
     """Lays the variants out side by side."""
     seeds = len(results[0].losses)
-    title = "Same parameters, data order and seed; only the attention differs"
-    out = Table(title=title, title_justify="left", title_style="bold")
-    out.add_column("variant")
-    spread = f" (± over {seeds} seeds)" if seeds > 1 else ""
-    columns = ["parameters", f"validation loss{spread}", "cache bytes/token", "of MHA's"]
-    columns += [f"decode tokens/s, batch {b}" for b in BATCHES]
-    for column in [*columns, "largest cached-uncached logit gap"]:
-        out.add_column(column, justify="right")
+    out = Table(title=TITLE, caption=KEY, title_justify="left", caption_justify="left")
+    out.add_column("")
+    columns = ["parameters", "loss", "cache B/token", f"vs {results[0].variant.upper()}"]
+    for column in [*columns, *(f"tok/s B={b}" for b in BATCHES), "max gap"]:
+        out.add_column(column, justify="right", no_wrap=True)
     for r in results:
         loss = f"{r.loss:.3f}" + (f" ± {r.loss_deviation:.3f}" if seeds > 1 else "")
         out.add_row(
@@ -54,7 +56,12 @@ def table(results: Sequence[Result]) -> Table:
 def real_rows() -> list[dict[str, Any]]:
     """Counts real models' caches: bytes of a token in bfloat16, and of their multi-head form."""
     storage, rows = Storage("bfloat16"), []
-    for name in REAL_MODELS:
+    for name in TITLE = "Same parameters, data order and tokens; only the attention differs"
+KEY = (
+    "loss: validation, nats per byte. cache: measured on live arrays. tok/s: decoded from the "
+    "cache, all rows together. max gap: largest difference of cached and uncached logits."
+)
+REAL_MODELS:
         geometry = load_geometry(name)
         own, heads = storage.token_bytes(geometry), storage.token_bytes(geometry.per_head())
         rows.append({"model": name, "bytes_per_token": own, "multi_head_bytes_per_token": heads})

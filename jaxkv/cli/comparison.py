@@ -80,7 +80,7 @@ def compare_variant(
     base = next(iter(VARIANTS))
     target = count_parameters(make_decoder(base, size))
     width = default_mlp(size) if variant == base else matched_mlp(variant, size, target)
-    data = TextData.load(text, length=size.length)
+    data = TextData.read_file(text)
     losses, curves, first = [], [], None
     for seed in range(seeds):
         model = make_decoder(variant, size, mlp_features=width, numerics=numerics, seed=seed)
@@ -120,6 +120,7 @@ def _train(
         steps=size.steps,
         batch=size.batch,
         length=size.length,
+        learning_rate=size.learning_rate,
         warmup=max(size.steps // 20, 5),
         eval_every=size.steps,
         seed=seed,
@@ -131,7 +132,7 @@ def _train(
 def _measure(
     model: Decoder, data: TextData, size: Size, report: Report
 ) -> tuple[float, dict[int, float], float, str]:
-    tokens = np.asarray(data.validation_tokens[: size.live], np.int32)
+    tokens = np.asarray(data.parts["validation"][: size.live], np.int32)
     report("comparing cached with uncached logits", 0.78)
     gap = largest_cached_gap(model, tokens[:GAP_TOKENS], prefill=GAP_PREFILL)
     cache = model.init_cache(1, size.live)

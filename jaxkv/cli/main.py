@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxkv.core.extras import require
 
 # What a user can cause: these end in one clear line; anything else is ours and shows its trace.
-USER_ERRORS = (ValueError, OSError, ImportError)
+USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
 def run(arguments: Sequence[str]) -> int:

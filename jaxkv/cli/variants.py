@@ -41,6 +41,7 @@ class Size:
       length: Tokens of a training row.
       batch: Rows of a training step.
       steps: Training steps.
+      learning_rate: At the end of the warm-up.
       live: Tokens in the cache when decoding is timed.
       timed: Decode steps of a timed run.
     """
@@ -51,13 +52,14 @@ class Size:
     length: int
     batch: int
     steps: int
+    learning_rate: float = 1e-3
     live: int = 1024
     timed: int = 64
 
 
 SIZES = {
-    "tiny": Size(2, 64, 8, 64, 8, 60, timed=32),
-    "small": Size(4, 128, 8, 128, 8, 240),
+    "tiny": Size(2, 64, 8, 64, 16, 150, learning_rate=4e-3, timed=32),
+    "small": Size(4, 128, 8, 128, 8, 300, learning_rate=2e-3),
     "medium": Size(6, 384, 12, 256, 32, 1000, live=2048),
     "large": Size(12, 768, 12, 512, 32, 2000, live=4096),
 }

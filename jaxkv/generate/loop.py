@@ -114,32 +114,71 @@ def generate(
     Raises:
       ValueError: If prompts are empty, hold unknown tokens or do not fit the cache.
     """
-    tokens, lengths = _padded(prompts, lengths, model.vocab)
-    B = tokens.shape[0]
-    if max_new_tokens < 1 or stream_every < 1:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens}, stream_every={stream_every}: want >= 1."
-        )
-    if bad := [t for t in stop_tokens if not 0 <= t < model.vocab]:
-        raise ValueError(f"stop_tokens {bad}: want tokens of 0 to {model.vocab - 1}.")
-    if cache is None:
-        cache = model.init_cache(B, int(np.max(np.asarray(lengths))) + max_new_tokens)
-    _check_fit(cache, np.asarray(lengths))
-    how = _How(sampling if sampling is not None else Sampling(), tuple(stop_tokens))
-    graph, state = nnx.split(model)
-    state = nnx.as_pure(state)
-    keys = jax.random.split(jax.random.key(seed), B)
-    fresh = jnp.zeros((B, max_new_tokens), jnp.int32)
-    carry = _prefill(graph, how, state, tokens, lengths, cache, keys, fresh)
-    steps = max_new_tokens if on_tokens is None else stream_every
-    shown = np.zeros((B,), np.int64)
-    while True:
+    if stream_every < 1:
+        raise ValueError(f"stream_every={stream_every}: want at least 1.")
+    run = Run(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        lengths=lengths,
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+        seed=seed,
+        cache=cache,
+    )
+    shown = np.zeros(run.carry.counts.shape, np.int64)
+    if on_tokens is not None:
+        shown = _show(run.carry, shown, on_tokens)
+    while run.decode(max_new_tokens if on_tokens is None else stream_every):
         if on_tokens is not None:
-            shown = _show(carry, shown, on_tokens)
-        if bool(np.all(np.asarray(carry.reasons) != StopReason.RUNNING)):
-            break
-        carry = _decode(graph, how, state, carry, jnp.int32(steps))
-    return Generation(carry.tokens, carry.counts, carry.reasons, carry.pending, carry.cache)
+            shown = _show(run.carry, shown, on_tokens)
+    c = run.carry
+    return Generation(c.tokens, c.counts, c.reasons, c.pending, c.cache)
+
+
+class Run:
+    """A generation under way: the prompts are read, and decoding goes on in steps.
+
+    Arguments as in `generate`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompts: Any,
+        *,
+        max_new_tokens: int,
+        lengths: jax.Array | None = None,
+        sampling: Sampling | None = None,
+        stop_tokens: Sequence[int] = (),
+        seed: int = 0,
+        cache: ModelCache | None = None,
+    ) -> None:
+        tokens, lengths = _padded(prompts, lengths, model.vocab)
+        B = tokens.shape[0]
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: want at least 1.")
+        if bad := [t for t in stop_tokens if not 0 <= t < model.vocab]:
+            raise ValueError(f"stop_tokens {bad}: want tokens of 0 to {model.vocab - 1}.")
+        if cache is None:
+            # Rounded up like the prompts, so that few capacities compile anew.
+            longest = int(np.max(np.asarray(lengths)))
+            cache = model.init_cache(B, _bucket(longest + max_new_tokens))
+        _check_fit(cache, np.asarray(lengths))
+        self.how = _How(sampling if sampling is not None else Sampling(), tuple(stop_tokens))
+        self.graph, state = nnx.split(model)
+        self.state = nnx.as_pure(state)
+        keys = jax.random.split(jax.random.key(seed), B)
+        fresh = jnp.zeros((B, max_new_tokens), jnp.int32)
+        self.carry = _prefill(self.graph, self.how, self.state, tokens, lengths, cache, keys, fresh)
+
+    def decode(self, steps: int) -> bool:
+        """Runs up to `steps` decode steps; says whether it had any row to go on with."""
+        running = np.any(np.asarray(self.carry.reasons) == StopReason.RUNNING)
+        if running:
+            self.carry = _decode(self.graph, self.how, self.state, self.carry, jnp.int32(steps))
+            jax.block_until_ready(self.carry.tokens)
+        return bool(running)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 7))

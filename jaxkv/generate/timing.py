@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.generate.loop import generate
+from jaxkv.generate.loop import Run
 from jaxkv.models.decoder import Decoder
 
 
@@ -29,16 +29,16 @@ def decode_rate(
       Tokens per second over all rows.
     """
     prompts = np.tile(tokens[None].astype(np.int32), (batch, 1))
-    capacity = tokens.size + (repeats + 1) * (steps + 1) + 1
-    made = generate(model, prompts, max_new_tokens=1, cache=model.init_cache(batch, capacity))
-    cache, pending, best = made.cache, made.pending, np.inf
-    for _ in range(repeats + 1):  # the first run compiles
+    new = 2 + steps * repeats
+    cache = model.init_cache(batch, tokens.size + new)
+    running = Run(model, prompts, max_new_tokens=new, cache=cache)
+    running.decode(1)  # compiles
+    best = np.inf
+    for _ in range(repeats):
         start = time.perf_counter()
-        made = generate(model, np.asarray(pending)[:, None], max_new_tokens=steps + 1, cache=cache)
-        jax.block_until_ready(made.tokens)
+        running.decode(steps)
         best = min(best, time.perf_counter() - start)
-        cache, pending = made.cache, made.pending
-    return batch * (steps + 1) / best
+    return batch * steps / best
 
 
 def largest_cached_gap(

