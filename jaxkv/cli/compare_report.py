@@ -56,12 +56,7 @@ def table(results: Sequence[Result]) -> Table:
 def real_rows() -> list[dict[str, Any]]:
     """Counts real models' caches: bytes of a token in bfloat16, and of their multi-head form."""
     storage, rows = Storage("bfloat16"), []
-    for name in TITLE = "Same parameters, data order and tokens; only the attention differs"
-KEY = (
-    "loss: validation, nats per byte. cache: measured on live arrays. tok/s: decoded from the "
-    "cache, all rows together. max gap: largest difference of cached and uncached logits."
-)
-REAL_MODELS:
+    for name in REAL_MODELS:
         geometry = load_geometry(name)
         own, heads = storage.token_bytes(geometry), storage.token_bytes(geometry.per_head())
         rows.append({"model": name, "bytes_per_token": own, "multi_head_bytes_per_token": heads})
