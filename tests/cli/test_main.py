@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: the whole comparison, a run of one's own, and clear errors."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxkv.cli.generate import talk
+from jaxkv.cli.main import run
+from jaxkv.cli.variants import (
+    SIZES,
+    VARIANTS,
+    count_parameters,
+    make_decoder,
+    matched_mlp,
+)
+from jaxkv.generate import Sampling
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "large"])
+def test_parameter_totals_agree_within_one_percent(size: str) -> None:
+    from flax import nnx
+
+    sized = SIZES[size]
+    target = count_parameters(nnx.eval_shape(lambda: make_decoder("mha", sized)))
+    for variant in VARIANTS:
+        width = matched_mlp(variant, sized, target)
+        made = nnx.eval_shape(lambda v=variant, w=width: make_decoder(v, sized, mlp_features=w))
+        assert abs(count_parameters(made) / target - 1) < 0.01
+
+
+def test_compare_prints_measures_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", "--quick", "--steps", "6", "--variants", "gqa,mla", "--output"]
+    assert run([*arguments, str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for word in ("GQA", "MLA", "One seed cannot rank", "300.0 KiB", "68.6 KiB", "deepseek-v3"):
+        assert word in printed
+    found = json.loads((tmp_path / "compare.json").read_text())
+    gqa, mla = found["variants"]
+    # 2 layers x 2 KV heads x (8 + 8) x 4 bytes; 2 layers x (32 + 4) x 4 bytes.
+    assert (gqa["cache_bytes_per_token"], mla["cache_bytes_per_token"]) == (256, 288)
+    assert mla["cache_ratio"] == 288 / 256
+    assert abs(gqa["parameters"] / mla["parameters"] - 1) < 0.01
+    assert max(gqa["gap"], mla["gap"]) < 1e-4
+    assert all(rate > 0 for v in (gqa, mla) for rate in v["rates"].values())
+    assert [step for step, _ in gqa["curve"]] == [1, 2, 3, 4, 5, 6]
+    for picture in ("loss.png", "cache.png", "real_models.png"):
+        assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text.txt"
+    text.write_text("the cat sat on the mat. " * 60)
+    arguments = ["train", "--size", "tiny", "--variant", "mla", "--steps", "30", "--length", "32"]
+    arguments += ["--text", str(text), "--output", str(folder / "out"), "--learning-rate", "0.01"]
+    assert run(arguments) == 0
+    return folder / "out"
+
+
+def test_train_then_generate_goes_on_with_the_text(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (trained / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 31))
+    arguments = ["generate", str(trained), "--prompt", "the cat", "--tokens", "12"]
+    assert run([*arguments, "--temperature", "0"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("the cat") and len(first) == len("the cat") + 12 + 1
+    assert run([*arguments, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_interactive_turns_keep_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_decoder("gqa", SIZES["tiny"])
+    lines = io.StringIO("ab\ncd\n\nnever read\n")
+    talk(model, lines, 4, Sampling(), (), 0, capacity=64)
+    said = capsys.readouterr().err
+    # 3 + 3 tokens, then the pending one and 3 + 3 more.
+    assert "holds 6 of 64" in said and "holds 13 of 64" in said and said.count("holds") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compare", "--variants", "mha,nope"], "unknown variant 'nope'"),
+        (["compare", "--size", "huge"], "unknown size 'huge'"),
+        (["compare", "--seeds", "0"], "--seeds 0"),
+        (["compare", "--dtype", "int3"], "int3"),
+        (["compare", "--quick", "--text", "missing.txt"], "missing.txt does not exist"),
+        (["train", "--variant", "nope"], "unknown variant 'nope'"),
+        (["train", "--steps", "0"], "steps=0"),
+        (["generate", "nowhere"], "nowhere holds no model.json"),
+        (["plan", "gpt5-max"], "gpt5-max"),
+    ],
+)
+def test_user_mistakes_are_one_clear_line(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) != 0
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+    assert error.startswith("jaxkv: ") and error.count("\n") == 1
+    with pytest.raises(ValueError):
+        run([*arguments, "--debug"])
+
+
+def test_a_text_that_is_too_short_says_how_long_it_must_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("to be")
+    assert run(["compare", "--quick", "--text", str(text), "--output", str(tmp_path)]) == 1
+    assert "too short" in capsys.readouterr().err
+
+
+def test_generate_refuses_a_checkpoint_of_another_model(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(trained, other)
+    note = json.loads((other / "model.json").read_text())
+    (other / "model.json").write_text(json.dumps(note | {"variant": "gqa"}))
+    assert run(["generate", str(other)]) == 1
+    assert "another model" in capsys.readouterr().err
