@@ -187,10 +187,8 @@ def test_parameters_take_the_param_dtype_from_tensors_of_any(tmp_path: Path) -> 
         np.testing.assert_array_equal(single["head.kernel"], kernel.astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [(GQA, AxisType.Auto), (GQA, AxisType.Explicit), (YARN, AxisType.Auto)],
-)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", [GQA, YARN])
 def test_on_a_mesh_parameters_are_placed_by_their_axes(name: str, kind: AxisType) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (kind,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):

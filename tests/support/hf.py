@@ -25,7 +25,7 @@ PREFILL, NEW = 16, 12
 # Logits are compared with Hugging Face's in float64, and Hugging Face's own float32 logits say how
 # far rounding alone carries these models: 0.7e-5 to 2e-5, the largest of 4,608 logits. Ours sum in
 # other orders, cached steps in yet others; 4 such distances bound the largest of either (measured:
-# 1.2 at most). A mistake moves some logit by at least `MOVED` times that bound.
+# 1.5 at most). A mistake moves some logit by at least `MOVED` times that bound.
 ROUNDINGS, MOVED = 4, 500
 
 
