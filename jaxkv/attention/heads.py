@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jaxkv.attention.base import Attention
+from jaxkv.attention.norm import RMSNorm
 from jaxkv.attention.options import HeadOptions, ScoreOptions, check_options
 from jaxkv.attention.projection import BIAS_INIT, KERNEL_INIT, Projection, parameter
 from jaxkv.cache.spec import KVSpec
@@ -89,9 +90,12 @@ class HeadAttention(Attention):
             use_bias=bias is True,
             **common,
         )
-        norm = self.score.qk_norm
-        self.query_norm = head_norm(spec.key_width, self.numerics, rngs) if norm else None
-        self.key_norm = head_norm(spec.key_width, self.numerics, rngs) if norm else None
+        self.query_norm, self.key_norm = (
+            RMSNorm(spec.key_width, "head_dim", numerics=self.numerics, rngs=rngs)
+            if self.score.qk_norm
+            else None
+            for _ in range(2)
+        )
         self.sink_logits = sink_parameter(self.score, N, self.numerics, rngs)
 
     def project(
@@ -155,13 +159,6 @@ def required_rngs(options: HeadOptions) -> nnx.Rngs:
     if rngs is None:
         raise ValueError("rngs is missing: want nnx.Rngs(seed) to draw the parameters.")
     return rngs
-
-
-def head_norm(width: int, numerics: Numerics, rngs: nnx.Rngs, epsilon: float = 1e-6) -> nnx.RMSNorm:
-    """Makes an RMS norm over the channels of a head or a latent."""
-    return nnx.RMSNorm(
-        width, epsilon=epsilon, dtype=numerics.dtype, param_dtype=numerics.param_dtype, rngs=rngs
-    )
 
 
 def sink_parameter(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxkv.cache.codecs import Codec, Planes, Raw
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import lone_row_doubled
-from jaxkv.core.sharding import out_sharding
+from jaxkv.core.sharding import constrain, out_sharding
 
 
 class LatentWeights(NamedTuple):
@@ -34,6 +34,7 @@ def expand(weights: LatentWeights, record: jax.Array) -> tuple[jax.Array, jax.Ar
     key = _product("btc,cnh->btnh", latent, weights.key_up)
     value = _product("btc,cnv->btnv", latent, weights.value_up)
     shared = jnp.broadcast_to(shared, (*key.shape[:3], shared.shape[-1]))
+    shared = constrain(shared, ("batch", None, "heads", None))
     return jnp.concatenate([key, shared], axis=-1), value
 
 

@@ -13,11 +13,11 @@ from jaxkv.attention.base import Attention, Call
 from jaxkv.attention.heads import (
     check_rate,
     default_head_dim,
-    head_norm,
     required_rngs,
     sink_parameter,
 )
 from jaxkv.attention.latent_view import ExpandedHeads, LatentWeights, absorb, expand, unabsorb
+from jaxkv.attention.norm import RMSNorm
 from jaxkv.attention.options import HeadOptions, ScoreOptions, check_options
 from jaxkv.attention.projection import BIAS_INIT, KERNEL_INIT, Projection, parameter
 from jaxkv.cache.layer_cache import LayerCache
@@ -112,7 +112,10 @@ class MultiHeadLatentAttention(Attention):
             bias_init=options.get("bias_init") or BIAS_INIT,
             rngs=rngs,
         )
-        epsilon, narrow = self.latent.norm_epsilon, self.latent.query_latent_dim
+        narrow = self.latent.query_latent_dim
+        norm: dict[str, Any] = dict(
+            epsilon=self.latent.norm_epsilon, numerics=self.numerics, rngs=rngs
+        )
         heads = ("heads", "head_dim")
         if narrow is None:
             self.query = Projection(
@@ -122,12 +125,12 @@ class MultiHeadLatentAttention(Attention):
             self.query_down = Projection(
                 (D,), (narrow,), ("embed",), ("latent",), use_bias=bool(bias), **common
             )
-            self.query_latent_norm = head_norm(narrow, self.numerics, rngs, epsilon)
+            self.query_latent_norm = RMSNorm(narrow, "latent", **norm)
             self.query_up = Projection((narrow,), (N, H + R), ("latent",), heads, **common)
         self.latent_down = Projection(
             (D,), (C + R,), ("embed",), ("latent",), use_bias=bool(bias), **common
         )
-        self.latent_norm = head_norm(C, self.numerics, rngs, epsilon)
+        self.latent_norm = RMSNorm(C, "latent", **norm)
         dtype = self.numerics.param_dtype
         up = ("latent", "heads", "head_dim")
         self.key_up = parameter(kernel_init, rngs, (C, N, H), dtype, up, split=1)

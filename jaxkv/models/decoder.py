@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from jaxkv.attention.base import Attention
+from jaxkv.attention.norm import RMSNorm
 from jaxkv.attention.projection import Projection, parameter
 from jaxkv.attention.tokens import (
     cached_tokens,
@@ -27,6 +28,7 @@ from jaxkv.cache.model_cache import ModelCache, gather_layers
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.sharding import out_sharding
 from jaxkv.models.mlp import MLP
+from jaxkv.models.norm import LayerNorm
 
 AttentionFactory = Callable[..., Attention]
 Norm = Literal["rms", "layer"]
@@ -367,13 +369,10 @@ def norm_maker(
     Raises:
       ValueError: If the name is unknown.
     """
-    common: dict[str, Any] = dict(
-        epsilon=epsilon, dtype=numerics.dtype, param_dtype=numerics.param_dtype, rngs=rngs
-    )
+    common: dict[str, Any] = dict(epsilon=epsilon, numerics=numerics, rngs=rngs)
     makers: dict[str, Callable[[], nnx.Module]] = {
-        "rms": lambda: nnx.RMSNorm(features, **common),
-        # The one-pass variance cancels badly for activations far from 0.
-        "layer": lambda: nnx.LayerNorm(features, use_fast_variance=False, **common),
+        "rms": lambda: RMSNorm(features, "embed", **common),
+        "layer": lambda: LayerNorm(features, **common),
     }
     if norm not in makers:
         raise ValueError(f"norm {norm!r}: want one of {sorted(makers)}.")

@@ -46,8 +46,8 @@ class Masking(Suite):
 
     def _both(self, attn: Any, x: np.ndarray, **given: np.ndarray) -> list[np.ndarray]:
         """Calls without a cache and with one, in two chunks."""
-        first = {name: array[: x.shape[1]] for name, array in given.items()}
-        whole, _ = call(attn, x, **first)
+        first: dict[str, Any] = {name: a[: x.shape[1]] for name, a in given.items()}
+        whole, _ = call(attn, x, None, **first)
         cache, outs = self.cache(attn), []
         for part in (x[:, :4], x[:, 4:]):
             y, cache = call(attn, part, cache, **given)

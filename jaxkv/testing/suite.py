@@ -67,7 +67,7 @@ class Suite:
       unsupported: Fields of `ScoreOptions` that the variant refuses.
     """
 
-    variant: ClassVar[type[Attention]]
+    variant: ClassVar[Callable[..., Attention]]
     sizes: ClassVar[dict[str, Any]] = {"in_features": 16, "num_heads": 4}
     unsupported: ClassVar[frozenset[str]] = frozenset()
     # B, T, slots of a row, and the width of a chunk.

@@ -37,7 +37,7 @@ class Transforms(Suite):
                 assert_close(y, want[:, t : t + 1])
                 assert buffers(cache) == places, f"step {t} moved the cache"
         memory = run.lower(attn, x[:, :1], cache).compile().memory_analysis()
-        assert memory.alias_size_in_bytes == cache.nbytes
+        assert memory is not None and memory.alias_size_in_bytes == cache.nbytes
         assert traces == [(2, 1, 16)]
 
     def test_a_scan_over_steps_equals_steps(self, attn: Any) -> None:
