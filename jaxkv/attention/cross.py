@@ -124,11 +124,16 @@ class CrossAttention(HeadAttention):
         key = self._dropout_key(deterministic, rngs, cached=cache is not None)
         tokens = uncached_tokens(B, T, None, segment_ids, lengths)
         call = Call(tokens, mask, bias, key)
+        if cache is not None:
+            self.check_cache(cache, B)
+            if cache.plan is not None:
+                raise ValueError(
+                    "this cache has an open step, which cross-attention takes no part in."
+                )
+            cache = self._with_context(cache, context, context_lengths)
         with jax.named_scope("project"):
             query = self.project_query(self.numerics.compute(x))
         if cache is not None:
-            self.check_cache(cache, B)
-            cache = self._with_context(cache, context, context_lengths)
             return self._output(self._attend_stored(query, cache, call)), cache
         if context is None:
             raise ValueError("cross-attention needs context=[B, S, Dc], or a cache that holds one.")
