@@ -96,7 +96,7 @@ class TextData(Data):
     >>> data = TextData("abcdefghij" * 4, validation=0.25)
     >>> batch = data.train_batch(0, batch=2, length=4, seed=1)
     >>> [ByteTokenizer().decode(row) for row in batch.tokens]
-    ['efghi', 'abcde']
+    ['cdefg', 'abcde']
     """
 
     vocab = ByteTokenizer.vocab

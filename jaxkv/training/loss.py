@@ -28,13 +28,13 @@ def cross_entropy(
     >>> float(total / count), int(count)
     (2.0794, 2)
     """
-    scores = logits.astype(jnp.float32)
+    # What stands in padding, NaN included, reaches neither the loss nor a gradient.
+    scores = jnp.where(wanted[..., None], logits.astype(jnp.float32), 0.0)
     # A gather along an axis that a mesh splits has no placement of its own; a masked sum has.
     vocab = jnp.arange(scores.shape[-1], dtype=targets.dtype)
     hit = vocab[None, None, :] == targets[..., None]
     chosen = jnp.sum(jnp.where(hit, scores, 0.0), axis=-1)
     losses = jax.nn.logsumexp(scores, axis=-1) - chosen
-    # `where`, not a product: a row of padding may hold anything.
     return jnp.sum(jnp.where(wanted, losses, 0.0)), jnp.sum(wanted.astype(jnp.int32))
 
 

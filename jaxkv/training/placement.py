@@ -74,7 +74,7 @@ def init_sharded(
       rules: Logical to mesh axes; default those of `use_rules`.
 
     Returns:
-      The model, equal to `make_model()` but for where it lies.
+      The model; its parameters are those of `make_model()`, up to the last bit.
     """
     graphdef, variables = nnx.split(nnx.eval_shape(make_model))
     flat = nnx.to_flat_state(variables)

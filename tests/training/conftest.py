@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps compiled programs while these tests run: most of them train the same two models again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(programs: Path) -> Iterator[None]:
+    settings = {
+        "jax_compilation_cache_dir": str(programs),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for values in (settings, before):
+        compilation_cache.reset_cache()
+        for name, value in values.items():
+            jax.config.update(name, value)
+        if values is settings:
+            yield
