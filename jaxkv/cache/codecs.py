@@ -14,6 +14,8 @@ from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import lone_row_doubled, pad_width
 
 Planes = dict[str, jax.Array]
+# Channels of one tile on TPU.
+TILE_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +129,15 @@ class Raw:
 
     def mix(self, spec: KVSpec, weights: jax.Array, block: Planes, precision: Any) -> jax.Array:
         """Sums a block's values by weights `[K, M, Z]`: float32 `[K, M, V]`."""
-        value = _value(spec, block)
-        return _product("kmz,kzv->kmv", weights, value, precision)
+        plane = block["key" if spec.value_offset is not None else "value"]
+        first = spec.value_offset or 0
+        last = first + spec.value_width
+        # Whole tiles of the block, and the rest is cut from the result: XLA lays out a narrower
+        # slice with slots as lanes on TPU, and to get there it transposes the whole cache.
+        begin = first // TILE_LANES * TILE_LANES
+        end = min(-(-last // TILE_LANES) * TILE_LANES, plane.shape[-1])
+        out = _product("kmz,kzv->kmv", weights, plane[..., begin:end], precision)
+        return out[..., first - begin : last - begin]
 
 
 def _value(spec: KVSpec, planes: Planes) -> jax.Array:

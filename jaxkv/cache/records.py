@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache.codecs import Codec, Plane, Planes
+from jaxkv.cache.codecs import TILE_LANES, Codec, Plane, Planes
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.trees import static
 
@@ -109,8 +109,7 @@ def _bits(dtype: Any) -> int:
     return dtype.itemsize * 8
 
 
-# Rows of one tile of the last two axes on TPU; a tile is 128 lanes wide.
-TILE_LANES = 128
+# Bits that one lane of a tile of the last two axes holds on TPU.
 TILE_BITS = 8 * 32
 
 
