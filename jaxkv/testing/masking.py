@@ -33,24 +33,27 @@ class Masking(Suite):
         x, order = self.tokens(), np.delete(np.arange(8), HIDDEN)
         want, _ = call(attn, x[:, order], positions=order[None].astype(np.int32))
         keep = np.arange(self.capacity) != HIDDEN
-        for got in self._both(attn, x, mask=keep):
+        for got in self._both(attn, x, keep, np.zeros(self.capacity)):
             assert_close(got[:, order], want)
 
     def test_a_bias_of_log_two_counts_a_key_twice(self, attn: Any) -> None:
         x, twice = self.tokens(), np.insert(np.arange(8), HIDDEN, HIDDEN)
         want, _ = call(attn, x[:, twice], positions=twice[None].astype(np.int32))
-        bias = np.where(np.arange(self.capacity) == HIDDEN, np.log(2.0), 0.0).astype(np.float32)
-        for got in self._both(attn, x, bias=bias):
-            # The second copy is inserted before the first, so its query sees one copy only.
-            assert_close(got, np.delete(want, HIDDEN, axis=1))
+        # The second copy is inserted before the first, so its query sees one copy only.
+        want, bias = np.delete(want, HIDDEN, axis=1), np.zeros(self.capacity)
+        bias[HIDDEN] = np.log(2.0)
+        for got in self._both(attn, x, np.ones(self.capacity, bool), bias):
+            assert_close(got, want)
 
-    def _both(self, attn: Any, x: np.ndarray, **given: np.ndarray) -> list[np.ndarray]:
+    def _both(
+        self, attn: Any, x: np.ndarray, mask: np.ndarray, bias: np.ndarray
+    ) -> list[np.ndarray]:
         """Calls without a cache and with one, in two chunks."""
-        first: dict[str, Any] = {name: a[: x.shape[1]] for name, a in given.items()}
-        whole, _ = call(attn, x, None, **first)
+        bias, length = bias.astype(np.float32), x.shape[1]
+        whole, _ = call(attn, x, mask=mask[:length], bias=bias[:length])
         cache, outs = self.cache(attn), []
         for part in (x[:, :4], x[:, 4:]):
-            y, cache = call(attn, part, cache, **given)
+            y, cache = call(attn, part, cache, mask=mask, bias=bias)
             outs.append(y)
         return [whole, np.concatenate(outs, axis=1)]
 

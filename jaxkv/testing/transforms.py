@@ -28,7 +28,7 @@ class Transforms(Suite):
 
         x, cache = self.tokens(), self.cache(attn)
         want, _ = feed(attn, x, cache, [1] * 8)
-        run, places = jax.jit(step, donate_argnums=2), buffers(cache)
+        run, places = quick_jit(step, donate_argnums=2), buffers(cache)
         assert len(set(places)) == len(places), "two arrays of a cache share a buffer"
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # "some donated buffers were not usable"
@@ -98,7 +98,7 @@ class Transforms(Suite):
             y, scanned = one(layers, x[:, t : t + 1], scanned)
             want = x[:, t : t + 1]
             for i in range(3):
-                layer = jax.tree.map(lambda a, i=i: a[i], layers)
+                layer = jax.tree.map(lambda a, i=i: np.asarray(a)[i], layers)
                 out, caches[i] = call(layer, want, caches[i])
                 want = want + out
             assert_close(y, want, what=f"step {t}")
@@ -123,8 +123,11 @@ class Transforms(Suite):
 
     def _layers(self, number: int) -> Any:
         """Builds stacked modules: one constructor under vmap."""
-        keys = jax.random.split(jax.random.key(0), number)
-        return jax.vmap(lambda key: self.make(nnx.Rngs(params=key), rotary=ROTARY))(keys)
+
+        def make(key: jax.Array) -> Any:
+            return self.make(nnx.Rngs(params=key), rotary=ROTARY)
+
+        return quick_jit(jax.vmap(make))(jax.random.split(jax.random.key(0), number))
 
 
 def through_layers(layers: Any, x: Any, caches: Any, wrap: Any = lambda f: f) -> Any:
