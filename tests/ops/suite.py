@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one attention call through an implementation and through float64, and compares all of it."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.ops.api import attention
+from tests.support import dense
+from tests.support.tolerances import assert_close
+
+# Each implementation with what it refuses: every test of this folder runs with each. A new
+# kernel joins by its line here.
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    "einsum": (),
+    "reference": ("no dropout",),
+}
+
+# Values that a program is specialised to; everything else is traced.
+STATIC = ("causal", "window", "pinned", "scale", "soft_cap", "dropout_rate", "precision")
+# Time here is the compiler's. Operation by operation, calls of one shape share what is compiled
+# whatever their options, so tests keep to the shapes of `operands()` where they can; a shape of
+# its own is quicker as one program, which need not be optimised.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def normal(name: str, *shape: int, dtype: Any = np.float32, times: float = 1.0) -> np.ndarray:
+    """Draws a fixed array, another one for each name."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return (times * rng.normal(size=shape)).astype(np.float32).astype(dtype)
+
+
+def operands(
+    B: int = 2,
+    T: int = 3,
+    S: int = 5,
+    N: int = 4,
+    K: int = 2,
+    H: int = 8,
+    V: int = 3,
+    *,
+    dtype: Any = np.float32,
+    times: float = 1.0,
+) -> dict[str, np.ndarray]:
+    """Draws query, key and value."""
+    return {
+        "query": normal("query", B, T, N, H, dtype=dtype, times=times),
+        "key": normal("key", B, S, K, H, dtype=dtype, times=times),
+        "value": normal("value", B, S, K, V, dtype=dtype, times=times),
+    }
+
+
+def call(arrays: dict, options: dict, implementation: str) -> Any:
+    """Computes `(out, lse)`."""
+    return attention(**arrays, **options, implementation=implementation, return_lse=True)
+
+
+def call_and_pull(arrays: dict, options: dict, implementation: str, bars: Any) -> Any:
+    """Computes `(out, lse)` and the gradient by every array."""
+    outs, pull = jax.vjp(lambda arrays: call(arrays, options, implementation), arrays)
+    return outs, pull(bars)[0]
+
+
+@functools.cache
+def compiled(fn: Any, implementation: str, static: tuple[tuple[str, Any], ...]) -> Any:
+    """Compiles `fn(arrays, traced options, ...)` for fixed static options."""
+
+    def program(arrays: dict, traced: dict, *rest: Any) -> Any:
+        return fn(arrays, dict(static) | traced, implementation, *rest)
+
+    return jax.jit(program, compiler_options=QUICK)
+
+
+def run(fn: Any, implementation: str, jit: bool, arrays: Any, options: Any, *rest: Any) -> Any:
+    """Calls `fn` as one program or operation by operation, and fetches what it gives."""
+    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
+    traced = {k: jnp.asarray(v) for k, v in options.items() if k not in STATIC}
+    static = {k: v for k, v in options.items() if k in STATIC}
+    if jit:
+        program = compiled(fn, implementation, tuple(sorted(static.items())))
+        return jax.device_get(program(arrays, traced, *rest))
+    return jax.device_get(fn(arrays, static | traced, implementation, *rest))
+
+
+def outputs(
+    implementation: str, arrays: Mapping[str, Any], *, jit: bool = False, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computes `(out, lse)` as NumPy arrays."""
+    return run(call, implementation, jit, arrays, options)
+
+
+def outputs_and_gradients(
+    implementation: str, arrays: Mapping[str, Any], bars: Any, *, jit: bool = False, **options: Any
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Computes out, lse and the gradient by every array, for the results' gradients `bars`."""
+    (out, lse), grads = run(call_and_pull, implementation, jit, arrays, options, bars)
+    return out, lse, grads
+
+
+def bars_for(arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Draws what a loss's gradient by out and lse could be."""
+    B, T, N, _ = arrays["query"].shape
+    value = arrays["value"]
+    return normal("out bar", B, T, N, value.shape[3], dtype=value.dtype), normal("lse", B, T, N)
+
+
+def check(
+    implementation: str,
+    arrays: Mapping[str, Any],
+    *,
+    gradients: bool = True,
+    jit: bool = False,
+    keep: np.ndarray | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Holds outputs, log-sum-exps and all gradients against float64.
+
+    Args:
+      implementation: Name of the implementation under test.
+      arrays: Differentiable operands by name.
+      gradients: Also compare gradients.
+      jit: As one compiled program, with every array option traced.
+      keep: What dropout multiplies the weights by.
+      **options: As in `ops.attention`.
+
+    Returns:
+      `(out, lse, gradients by name)` of the implementation.
+    """
+    bars = bars_for(arrays)
+    if gradients:
+        got = outputs_and_gradients(implementation, arrays, bars, jit=jit, **options)
+    else:
+        got = (*outputs(implementation, arrays, jit=jit, **options), {})
+    truth = {k: v for k, v in options.items() if not k.startswith("dropout")}
+    compare(arrays, got, dense.attention(arrays, truth, bars if gradients else None, keep))
+    return got
+
+
+def compare(arrays: Mapping[str, Any], got: Any, want: dense.Result) -> None:
+    """Compares `(out, lse, gradients)` with the truth, in the tolerances of the value's dtype."""
+    out, lse, grads = got
+    B, T, N, H = arrays["query"].shape
+    S = arrays["key"].shape[1]
+    dtype = arrays["value"].dtype
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    assert_close(out, want.out, dtype=dtype, terms=max(H, S), what="out")
+    # Scores are float32 sums of exact products, so 16-bit inputs cost the lse nothing.
+    assert_close(lse, want.lse, dtype=jnp.float32, terms=max(H, S), what="lse")
+    blind = np.isneginf(want.lse)
+    assert not out[blind].any(), "a query that sees nothing must give exactly 0"
+    for name, grad in grads.items():
+        assert grad.dtype == arrays[name].dtype, name
+        terms = max(H, S, B * T * N)
+        assert_close(grad, want.grads[name], dtype=dtype, terms=terms, what=f"d {name}")
+    if grads:
+        assert not grads["query"][blind].any(), "a query that sees nothing has gradient 0"
+
+
+def seen_keys(implementation: str, T: int, S: int, B: int = 1, **options: Any) -> list:
+    """Finds which keys each query of each row mixes: sets, as `[B][T]`.
+
+    All scores are equal and the values are unit vectors, so the output is the weights.
+    """
+    arrays = {
+        "query": np.zeros((B, T, 1, 1), np.float32),
+        "key": np.zeros((B, S, 1, 1), np.float32),
+        "value": np.broadcast_to(np.eye(S, dtype=np.float32)[None, :, None], (B, S, 1, S)),
+    }
+    out, _ = outputs(implementation, arrays, jit=True, **options)
+    return [[set(np.flatnonzero(out[b, t, 0]).tolist()) for t in range(T)] for b in range(B)]
