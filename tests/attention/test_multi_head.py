@@ -45,7 +45,6 @@ CASES: dict[str, tuple[dict[str, Any], float | None, dict[str, Any]]] = {
     "plain": ({}, None, {}),
     "biases": ({"use_bias": True}, None, {}),
     "biases but the output's": ({"use_bias": "qkv"}, None, {}),
-    "value width": ({"head_dim": 6, "value_dim": 4, "out_features": 5}, None, {}),
     "rotary": ({"rotary": Rotary(50.0)}, 50.0, {}),
     "not causal": ({"causal": False}, None, {"causal": False}),
     "window": ({"window": 2}, None, {"window": 2}),
@@ -70,6 +69,16 @@ def test_equals_the_formula_in_float64(name: str) -> None:
     assert_close(call(attn, X)[0], want)
     if attn.rule.causal:
         assert_close(feed(attn, X, attn.init_cache(2, 7), [3, 3])[0], want)
+
+
+def test_mla_08_key_and_value_widths_differ_on_every_path() -> None:
+    attn = MultiHeadAttention(
+        16, 4, head_dim=6, value_dim=4, out_features=5, rotary=Rotary(50.0), rngs=nnx.Rngs(0)
+    )
+    attn = perturbed(attn)
+    want = head_attention(parameters(attn), X, 50.0)
+    assert_close(call(attn, X)[0], want)
+    assert_close(feed(attn, X, attn.init_cache(2, 7), [3, 3])[0], want)
 
 
 def test_sco_06_a_scale_that_is_not_the_head_widths() -> None:
