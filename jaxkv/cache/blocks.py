@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ class Unit:
         entry, slot, _ = self._locate(j)
         out = dict(grads)
         for name, total in grads.items():
-            window = sum(part[name].astype(jnp.float32) for part in parts)[None]
+            wide = (part[name].astype(jnp.float32) for part in parts)
+            window = functools.reduce(jnp.add, wide)[None]
             head, _ = self._heads(total.shape[1])
             out[name] = add_window(total, window.astype(total.dtype), entry, slot, head)
         return out

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache.index import Index, Jobs, Plan, Reach, empty_index, per_row
+from jaxkv.cache.index import Index, Jobs, Plan, Reach, empty_index, per_row, take_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Contiguous:
 
     def gather(self, index: Index, rows: jax.Array) -> tuple[Index, jax.Array]:
         """Makes row i a copy of row `rows[i]`: the new index, and the entries to take."""
-        return jax.tree.map(lambda x: jnp.take(x, rows, axis=0), index), rows
+        return jax.tree.map(lambda x: take_rows(x, rows), index), rows
 
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""

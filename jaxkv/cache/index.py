@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxkv.core.trees import static
+from jaxkv.core.sharding import constrain, out_sharding
+from jaxkv.core.trees import is_known, static
 
 Reach = tuple[jax.Array, jax.Array]
 
@@ -40,6 +43,50 @@ def empty_index(batch: int, state: Any = None) -> Index:
         jnp.zeros((batch,), jnp.bool_),
         state,
     )
+
+
+def unflagged(index: Index) -> Index:
+    """Clears the flags, so that those of one operation can be told from older ones."""
+    return dataclasses.replace(
+        index,
+        overflowed=jnp.zeros_like(index.overflowed),
+        refused=jnp.zeros_like(index.refused),
+    )
+
+
+def flagged(index: Index, before: Index) -> Index:
+    """Adds the flags that stood before."""
+    return dataclasses.replace(
+        index,
+        overflowed=index.overflowed | before.overflowed,
+        refused=index.refused | before.refused,
+    )
+
+
+def raise_if(rows: jax.Array, message: Callable[[], str]) -> None:
+    """Raises where flags bool `[B]` are known; under `jit` they stay in the cache for the caller.
+
+    The message is only made if it is needed: it reads arrays, which waits for the device.
+    """
+    if is_known(rows) and bool(np.any(np.asarray(rows))):
+        raise ValueError(f"{message()}; rows {np.flatnonzero(np.asarray(rows)).tolist()}.")
+
+
+def take_rows(
+    x: jax.Array, rows: jax.Array, axes: tuple[str | None, ...] = ("batch",)
+) -> jax.Array:
+    """Gathers rows of the first axis, on a mesh also from other devices.
+
+    Args:
+      x: Its first axis counts rows (or entries).
+      rows: int32 `[R]`, each in range.
+      axes: Names of the logical axes of `x`, the rest is not split.
+    """
+    names = (*axes, *(None,) * x.ndim)[: x.ndim]
+    placed = out_sharding(names, (*rows.shape, *x.shape[1:]))
+    taken = x.at[rows].get(mode="promise_in_bounds", out_sharding=placed)
+    # On an Auto mesh XLA would leave every row on every device.
+    return constrain(taken, names)
 
 
 @jax.tree_util.register_dataclass

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.cache.codecs import Codec
+from jaxkv.cache.codecs import Codec, Planes
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Index, Jobs, Layout, Plan
+from jaxkv.cache.plans import plan_step
 from jaxkv.cache.read import BlockView, Reading, read
 from jaxkv.cache.records import Records, create_records
 from jaxkv.cache.spec import KVSpec
-from jaxkv.cache.verbs import Verbs, plan_step
+from jaxkv.cache.verbs import Verbs
 from jaxkv.cache.write import write
 from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
@@ -69,8 +70,7 @@ class LayerCache(Verbs):
         self, length: int, lengths: jax.Array | None, segment_ids: jax.Array | None
     ) -> Plan:
         """Makes the plan of one step."""
-        slots = self.records.slots
-        return plan_step(self.layout, self.index, slots, length, lengths, segment_ids)
+        return plan_step(self._groups(), length, lengths, segment_ids)[0]
 
     def close(self) -> LayerCache:
         """Ends the step: the index moves on."""
@@ -137,12 +137,16 @@ class LayerCache(Verbs):
 
     def write(self, key: jax.Array, value: jax.Array | None) -> LayerCache:
         """Stores this step's tokens: key `[B, T, K, H + shared]`, value `[B, T, K, V]` or None."""
-        r, plan = self.records, self._opened()
+        r, jobs = self.records, self._opened().jobs
         if key.size == 0:  # no rows or no tokens
             return self
-        new = r.codec.encode(r.spec, key, value)
-        axes = self._plane_axes(head_axis(r.spec.kv_heads))
-        planes = local(write, (axes, axes, ("batch",)), axes)(r.planes, new, plan.jobs)
+
+        def stored(planes: Planes, key: jax.Array, value: jax.Array | None, jobs: Jobs) -> Planes:
+            return write(planes, r.codec.encode(r.spec, key, value), jobs)
+
+        axes, tokens = self._plane_axes(head_axis(r.spec.kv_heads)), self._token_axes()
+        in_axes = (axes, tokens, tokens, ("batch",))
+        planes = local(stored, in_axes, axes)(r.planes, key, value, jobs)
         return dataclasses.replace(self, records=dataclasses.replace(r, planes=planes))
 
     def extend(
@@ -189,9 +193,13 @@ class LayerCache(Verbs):
         self, key: jax.Array, value: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Passes new tokens through the codec, so that results do not depend on chunking."""
-        r = self.records
-        stored_key, stored_value = r.codec.decode(r.spec, r.codec.encode(r.spec, key, value))
-        return stored_key.astype(key.dtype), stored_value.astype(key.dtype)
+        r, tokens = self.records, self._token_axes()
+
+        def through(key: jax.Array, value: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+            coded = r.codec.decode(r.spec, r.codec.encode(r.spec, key, value))
+            return coded[0].astype(key.dtype), coded[1].astype(key.dtype)
+
+        return local(through, (tokens, tokens), tokens)(key, value)
 
     def attend_new(
         self,
@@ -216,8 +224,8 @@ class LayerCache(Verbs):
             pinned=scoring.rule.pinned,
             query_order=q_order,
             key_order=jnp.where(real, q_order, -1),
-            mask=_columns(mask, plan.start, T, False),
-            bias=_columns(bias, plan.start, T, 0),
+            mask=self._new_columns(mask, plan.start, T, False),
+            bias=self._new_columns(bias, plan.start, T, 0),
             scale=scoring.scale,
             soft_cap=scoring.soft_cap,
             precision=scoring.precision,
@@ -229,11 +237,10 @@ class LayerCache(Verbs):
         self, parts: list[tuple[jax.Array, jax.Array]], sink_logits: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Merges the parts of one step, adds the sink once, and empties padding."""
-        out, lse = merge([o for o, _ in parts], [lse for _, lse in parts])
-        out, lse = add_sink(out, lse, sink_logits)
-        _, real = self.new_orders(out.shape[1])
-        real = real[:, :, None]
-        return jnp.where(real[..., None], out, 0.0), jnp.where(real, lse, -jnp.inf)
+        heads = head_axis(self.records.spec.kv_heads)
+        _, real = self.new_orders(parts[0][0].shape[1])
+        axes = (("batch", None, heads), (heads,), ("batch",))
+        return local(_joined, axes, ("batch", None, heads))(parts, sink_logits, real)
 
     def after(self, out: jax.Array) -> LayerCache:
         """Orders the coming write after the reads that made `out [B, T, N, V]`.
@@ -268,10 +275,26 @@ class LayerCache(Verbs):
         want = (*sizes, width or 0)
         return as_mask(mask, want), as_bias(bias, want)
 
+    def _new_columns(
+        self, x: jax.Array | None, start: jax.Array, length: int, fill: Any
+    ) -> jax.Array | None:
+        """Picks a mask's or bias's columns of this call's own tokens: `[B, N|1, T|1, T]`."""
+        if x is None:
+            return None
+        scores = ("batch", head_axis(self.records.spec.kv_heads), None, None)
+        take = functools.partial(_columns, length, fill)
+        return local(take, (scores, ("batch",)), scores)(x, start)
+
     def _opened(self) -> Plan:
         if self.plan is None:
             raise ValueError("this cache has no open step: call cache.open(T, lengths) first.")
         return self.plan
+
+    def _token_axes(self) -> tuple[str | None, ...]:
+        """Names the logical axes of keys and values of new tokens: a single head is not split."""
+        kv_heads = self.records.spec.kv_heads
+        split = kv_heads > 1 and head_axis(kv_heads) is not None
+        return ("batch", None, "kv_heads" if split else None)
 
     def _plane_axes(self, heads: str | None) -> dict[str, tuple[str | None, ...]]:
         axes = self.records.axes()
@@ -315,6 +338,15 @@ def create_layer(
     return LayerCache(layout.create(batch, capacity), records, None, layout, replicas)
 
 
+def _joined(
+    parts: list[tuple[jax.Array, jax.Array]], sink_logits: jax.Array | None, real: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    out, lse = merge([out for out, _ in parts], [lse for _, lse in parts])
+    out, lse = add_sink(out, lse, sink_logits)
+    real = real[:, :, None]
+    return jnp.where(real[..., None], out, 0.0), jnp.where(real, lse, -jnp.inf)
+
+
 def _awaiting(jobs: Jobs, out: jax.Array) -> Jobs:
     """Gives the same jobs, which can only be known once `out` is."""
     if out.size == 0:
@@ -325,10 +357,8 @@ def _awaiting(jobs: Jobs, out: jax.Array) -> Jobs:
     return dataclasses.replace(jobs, high=jobs.high + zero)
 
 
-def _columns(x: jax.Array | None, start: jax.Array, length: int, fill: Any) -> jax.Array | None:
-    """Picks the columns of this call's own tokens: `[B, N|1, T|1, T]`."""
-    if x is None:
-        return None
+def _columns(length: int, fill: Any, x: jax.Array, start: jax.Array) -> jax.Array:
+    """Picks `length` columns of `x [B|1, N|1, T|1, S]` from `start int32[B]` on."""
     x = jnp.broadcast_to(x, (start.shape[0], *x.shape[1:]))
     columns = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     take = functools.partial(jnp.take, axis=-1, mode="fill", fill_value=fill)

@@ -11,8 +11,9 @@ import jax
 
 from jaxkv.cache.index import Index, Layout, Plan
 from jaxkv.cache.layer_cache import LayerCache
+from jaxkv.cache.plans import plan_step
 from jaxkv.cache.records import Records
-from jaxkv.cache.verbs import Verbs, plan_step
+from jaxkv.cache.verbs import Verbs
 from jaxkv.core.trees import static
 
 
@@ -42,10 +43,7 @@ class ModelCache(Verbs):
         self, length: int, lengths: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> ModelCache:
         """Plans this call's T = `length` tokens, once for each group of layers."""
-        plans = tuple(
-            plan_step(lay, i, self.layers[self.groups.index(g)].slots, length, lengths, segment_ids)
-            for g, (lay, i) in enumerate(zip(self.layouts, self.indices, strict=True))
-        )
+        plans = plan_step(self._groups(), length, lengths, segment_ids)
         return dataclasses.replace(self, plans=plans)
 
     def layer(self, number: int) -> LayerCache:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache.codecs import TILE_LANES, Codec, Plane, Planes
 from jaxkv.cache.spec import KVSpec
+from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
 
 PLANE_AXES = ("batch", "kv_heads", "slots", "head_dim")
@@ -75,6 +77,35 @@ def create_records(
     planes = codec.planes(spec, lanes)
     arrays = {n: fill((entries, p.heads, slots, *p.trailing), p.dtype) for n, p in planes.items()}
     return Records(arrays, spec, codec, lanes)
+
+
+def converted(old: Records, codec: Codec | None, lanes: int | None) -> Records:
+    """Stores the same tokens in another codec (default: the same) or with other lane padding."""
+    lanes = old.lanes if lanes is None else lanes
+    if lanes < 1:
+        raise ValueError(f"lanes={lanes}: want at least 1.")
+    new = old.codec if codec is None else codec.resolve(_decoded_dtype(old))
+    planes = new.planes(old.spec, lanes)
+
+    def recode(stored: Planes) -> Planes:
+        coded = new.encode(old.spec, *old.codec.decode(old.spec, stored))
+        return {n: _widened(x, planes[n].trailing) for n, x in coded.items()}
+
+    out_axes = {n: plane_axes(p.heads, 3 + len(p.trailing)) for n, p in planes.items()}
+    recoded = local(recode, (old.axes(),), out_axes)(old.planes)
+    return Records(recoded, old.spec, new, lanes)
+
+
+def _decoded_dtype(records: Records) -> Any:
+    decode = functools.partial(records.codec.decode, records.spec)
+    shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in records.planes.items()}
+    return jax.eval_shape(decode, shapes)[0].dtype
+
+
+def _widened(x: jax.Array, trailing: tuple[int, ...]) -> jax.Array:
+    """Pads the channels of `[E, heads, S, ...]` to `trailing`."""
+    lanes = [(0, want - have) for want, have in zip(trailing, x.shape[3:], strict=True)]
+    return jnp.pad(x, [(0, 0)] * 3 + lanes)
 
 
 def bytes_per_token(spec: KVSpec, codec: Codec) -> int:

@@ -4,26 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.cache.codecs import Codec
-from jaxkv.cache.index import Index, Layout, Plan
-from jaxkv.cache.records import (
-    Records,
-    bytes_per_token,
-    create_records,
-    physical_bytes,
-    tree_bytes,
-)
-from jaxkv.core.positions import compaction
+from jaxkv.cache.index import Index, Layout, flagged, raise_if, take_rows, unflagged
+from jaxkv.cache.plans import Group
+from jaxkv.cache.records import Records, bytes_per_token, converted, physical_bytes, tree_bytes
 from jaxkv.core.sharding import Rules, local, named
-from jaxkv.core.trees import is_known
-from jaxkv.ops.api import check_lengths
 
 
 class Verbs:
@@ -38,6 +30,11 @@ class Verbs:
 
     def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> Self:
         raise NotImplementedError
+
+    def _groups(self) -> tuple[Group, ...]:
+        layouts, indices, layers, groups = self._parts()
+        slots = [layers[groups.index(g)].slots for g in range(len(layouts))]
+        return tuple(Group(*parts) for parts in zip(layouts, indices, slots, strict=True))
 
     @property
     def lengths(self) -> jax.Array:
@@ -72,64 +69,91 @@ class Verbs:
         Raises:
           ValueError: Outside `jit`, if a row is refused.
         """
-        layouts, indices, layers, groups = self._parts()
-        count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), indices[0].lengths.shape)
-        first = [layers[groups.index(g)].slots for g in range(len(layouts))]
-        new = tuple(
-            lay.rollback(i, s, count) for lay, i, s in zip(layouts, indices, first, strict=True)
-        )
-        for before, after in zip(indices, new, strict=True):
-            _raise_if(
-                after.refused & ~before.refused,
-                f"rollback of {count} tokens: rows hold {before.lengths}",
-            )
-        return self._rebuilt(new, layers)
+        groups = self._groups()
+        held = groups[0].index.lengths
+        count = jnp.asarray(count, jnp.int32)
+        if count.shape not in ((), held.shape):
+            raise ValueError(f"rollback count {count.shape}: want {held.shape}, or one for all.")
+
+        def back(indices: tuple[Index, ...], count: jax.Array) -> tuple[tuple[Index, ...], Any]:
+            def each(count: jax.Array) -> list[Index]:
+                return [
+                    g.layout.rollback(unflagged(i), g.slots, count)
+                    for g, i in zip(groups, indices, strict=True)
+                ]
+
+            # A row that one group refuses is refused by all: layers agree on what a row holds.
+            refused = _any(tuple(index.refused for index in each(count)))
+            new = [
+                dataclasses.replace(i, refused=refused) for i in each(jnp.where(refused, 0, count))
+            ]
+            return tuple(map(flagged, new, indices)), refused
+
+        indices = tuple(g.index for g in groups)
+        count = jnp.broadcast_to(count, held.shape)
+        new, refused = _by_rows(back)(indices, count)
+        raise_if(refused, lambda: f"rollback of {count} tokens: rows hold {held}")
+        return self._rebuilt(new, self._parts()[2])
 
     def reset(self, rows: jax.Array | None = None) -> Self:
         """Empties rows and clears their flags; `rows` is bool `[B]`, default all."""
         layouts, indices, layers, _ = self._parts()
         if rows is None:
-            rows = jnp.ones(indices[0].lengths.shape, jnp.bool_)
-        new = tuple(lay.reset(i, rows) for lay, i in zip(layouts, indices, strict=True))
-        return self._rebuilt(new, layers)
+            rows = jnp.ones(indices[0].refused.shape, jnp.bool_)
+        if rows.shape != indices[0].refused.shape or rows.dtype != jnp.bool_:
+            want = indices[0].refused.shape
+            raise ValueError(f"reset rows {rows.dtype}{rows.shape}: want bool{want}.")
+
+        def emptied(indices: tuple[Index, ...], rows: jax.Array) -> tuple[Index, ...]:
+            return tuple(lay.reset(i, rows) for lay, i in zip(layouts, indices, strict=True))
+
+        return self._rebuilt(_by_rows(emptied)(indices, rows), layers)
 
     def reorder(self, rows: jax.Array) -> Self:
-        """Makes row i what row `rows[i]` was (beams): int32 `[B]`."""
+        """Makes row i what row `rows[i]` was (beams): int32 `[B]`; else as `fork`."""
         if rows.shape != self.lengths.shape:
             raise ValueError(f"reorder rows {rows.shape}: want {self.lengths.shape}; else fork.")
         return self.fork(rows)
 
     def fork(self, rows: jax.Array) -> Self:
-        """Makes a cache whose row i is a copy of row `rows[i]`: int32, any number of rows."""
+        """Makes a cache whose row i is a copy of row `rows[i]`.
+
+        Args:
+          rows: int32 `[R]`, any number of rows.
+
+        Returns:
+          The cache. A row that does not exist comes out empty and flagged `refused`.
+
+        Raises:
+          ValueError: Outside `jit`, if a row does not exist.
+        """
         layouts, indices, layers, groups = self._parts()
-        moved = [lay.gather(i, rows) for lay, i in zip(layouts, indices, strict=True)]
-        new = tuple(
-            dataclasses.replace(
-                r,
-                planes={n: jnp.take(x, moved[g][1], axis=0) for n, x in r.planes.items()},
-            )
-            for r, g in zip(layers, groups, strict=True)
+        batch = indices[0].lengths.shape[0]
+        if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+            raise ValueError(f"rows {rows.dtype}{rows.shape}: want int32 [R].")
+        missing = (rows < 0) | (rows >= batch)
+        raise_if(missing, lambda: f"rows {rows} of a cache of {batch}")
+        there = jnp.clip(jnp.asarray(rows, jnp.int32), 0, max(batch - 1, 0))
+        new, entries = [], []
+        for layout, index in zip(layouts, indices, strict=True):
+            moved, entry = layout.gather(index, there)
+            emptied = layout.reset(moved, missing)
+            new.append(dataclasses.replace(emptied, refused=emptied.refused | missing))
+            entries.append(entry)
+
+        def copied(r: Records, group: int) -> Records:
+            axes = r.axes()
+            planes = {n: take_rows(x, entries[group], axes[n]) for n, x in r.planes.items()}
+            return dataclasses.replace(r, planes=planes)
+
+        return self._rebuilt(
+            tuple(new), tuple(copied(r, g) for r, g in zip(layers, groups, strict=True))
         )
-        return self._rebuilt(tuple(index for index, _ in moved), new)
 
     def convert(self, *, codec: Codec | None = None, lanes: int | None = None) -> Self:
         """Stores the same tokens in another codec or with other lane padding."""
         _, indices, layers, _ = self._parts()
-
-        def one(old: Records) -> Records:
-            new = codec.resolve(jnp.float32) if codec is not None else old.codec
-            pad = old.lanes if lanes is None else lanes
-            entries = next(iter(old.planes.values())).shape[0]
-            key, value = old.codec.decode(old.spec, old.planes)
-            planes = new.encode(old.spec, key, value)
-            empty = create_records(old.spec, new, entries, old.slots, pad)
-            grown = {
-                n: jax.lax.dynamic_update_slice(x, planes[n], (0,) * x.ndim)
-                for n, x in empty.planes.items()
-            }
-            return dataclasses.replace(empty, planes=grown)
-
-        return self._rebuilt(indices, tuple(one(r) for r in layers))
+        return self._rebuilt(indices, tuple(converted(r, codec, lanes) for r in layers))
 
     @property
     def bytes_per_token(self) -> int:
@@ -152,7 +176,6 @@ class Verbs:
 
     def sharding(self, mesh: Mesh, rules: Rules | None = None) -> Self:
         """Gives each leaf's `NamedSharding`: rows over `batch`, heads over `kv_heads`."""
-        rules = rules or Rules()
         _, indices, layers, _ = self._parts()
 
         def rows(x: Any) -> Any:
@@ -167,69 +190,6 @@ class Verbs:
         return self._rebuilt(jax.tree.map(rows, indices), placed)
 
 
-def plan_step(
-    layout: Layout,
-    index: Index,
-    slots: int,
-    length: int,
-    lengths: jax.Array | None,
-    segment_ids: jax.Array | None,
-) -> Plan:
-    """Plans the appending of one call's tokens to a group of layers.
-
-    Args:
-      layout: Of the group.
-      index: Of the group.
-      slots: S of the group's entries.
-      length: T, tokens of this call with padding.
-      lengths: int32 `[B]`, how many of them are real, or `None` for all.
-      segment_ids: int32 `[B, T]`, 0 is padding, or `None`; a cached row is one sequence.
-
-    Returns:
-      The plan.
-
-    Raises:
-      ValueError: If lengths do not fit, or outside `jit` if tokens do not fit the cache.
-    """
-    batch = index.lengths.shape[0]
-    count = jnp.full((batch,), length, jnp.int32)
-    order = None
-    if lengths is not None:
-        check_lengths("lengths", lengths, length, batch)
-        count = jnp.clip(lengths.astype(jnp.int32), 0, length)
-    if segment_ids is not None:
-        if lengths is not None:
-            raise ValueError("lengths and segment_ids both mark padding: pass one of them.")
-        if segment_ids.shape != (batch, length):
-            raise ValueError(f"segment_ids {segment_ids.shape}: want ({batch}, {length}).")
-        _check_one_sequence(segment_ids)
-        order = compaction(segment_ids)
-        count = jnp.sum((segment_ids != 0).astype(jnp.int32), axis=1)
-
-    def plan(index: Index, count: jax.Array, order: jax.Array | None) -> Plan:
-        planned = layout.plan(index, slots, length, count)
-        return dataclasses.replace(planned, order=order)
-
-    planned = local(plan, (("batch",), ("batch",), ("batch",)), ("batch",))(index, count, order)
-    _raise_if(
-        planned.after.overflowed & ~index.overflowed,
-        f"{count} new tokens do not fit: rows hold {index.lengths} of {slots}",
-    )
-    return planned
-
-
-def _check_one_sequence(segment_ids: jax.Array) -> None:
-    if not is_known(segment_ids):
-        return
-    ids = np.asarray(segment_ids)
-    for row in ids:
-        if np.unique(row[row != 0]).size > 1:
-            raise ValueError(
-                f"segment_ids {row.tolist()} pack several documents, but a cached row is one "
-                "sequence: want one nonzero id in each row."
-            )
-
-
 def _any(flags: tuple[jax.Array, ...]) -> jax.Array:
     out = flags[0]
     for flag in flags[1:]:
@@ -237,7 +197,6 @@ def _any(flags: tuple[jax.Array, ...]) -> jax.Array:
     return out
 
 
-def _raise_if(rows: jax.Array, message: str) -> None:
-    """Raises where flags are known; under `jit` they stay in the cache for the caller."""
-    if is_known(rows) and bool(np.any(np.asarray(rows))):
-        raise ValueError(f"{message}; rows {np.flatnonzero(np.asarray(rows)).tolist()}.")
+def _by_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs `fn(indices, what is asked of each row)` on each device's own rows."""
+    return local(fn, (("batch",), ("batch",)), ("batch",))

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random verbs on a cache, each step held against a list of tokens in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from jaxkv.cache import Codec, KVSpec, LayerCache, Scoring, create_layer
+from tests.cache.support import (
+    CODECS,
+    LAYOUTS,
+    RULES,
+    SPECS,
+    History,
+    bits,
+    draw_tokens,
+    poisoned,
+    scoring,
+    values_of,
+)
+from tests.support.tolerances import assert_close
+
+B, S = 3, 11
+# A few tokens, and more than the cache has slots.
+WIDTHS = (4, 13)
+COUNTS = st.lists(st.integers(0, 4), min_size=B, max_size=B)
+ROWS = st.lists(st.integers(0, B - 1), min_size=B, max_size=B)
+SEEDS = st.integers(0, 2**16)
+OPTIMISE_NOTHING = {"xla_backend_optimization_level": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One combination of record, layout, codec, rule, and whether mask and bias are given."""
+
+    name: str
+    layout: str
+    codec: str
+    rule: str
+    masked: bool
+
+    @property
+    def spec(self) -> KVSpec:
+        return SPECS[self.name][0]
+
+    @property
+    def heads(self) -> int:
+        return SPECS[self.name][1]
+
+    @property
+    def how(self) -> Scoring:
+        cap = 3.0 if self.masked else None
+        return scoring(self.spec, RULES[self.rule], soft_cap=cap)
+
+
+# (record, rule, whether there are a mask, a bias and a soft-cap too)
+KINDS = [
+    ("gqa", "causal", False),
+    ("gqa", "window", True),
+    ("gqa", "pinned", False),
+    ("latent", "causal", True),
+    ("latent", "window", False),
+    ("shared", "causal", True),
+    ("shared", "lookahead", False),
+    ("middle", "causal", True),
+]
+SETTINGS = [
+    Setting(name, layout, codec, rule, masked)
+    for layout, codec in itertools.product(LAYOUTS, CODECS)
+    for name, rule, masked in KINDS
+]
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIMISE_NOTHING)
+def _extend(setting: Setting, cache: LayerCache, arrays: dict[str, Any], counts: jax.Array) -> Any:
+    query = arrays["query"]
+    opened = cache.open(query.shape[1], counts)
+    masks = {name: arrays[name] for name in ("mask", "bias") if name in arrays}
+    out, lse, written = opened.extend(query, arrays["key"], arrays["value"], setting.how, **masks)
+    return out, lse, written.close()
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIMISE_NOTHING)
+def _probe(setting: Setting, cache: LayerCache, query: jax.Array) -> Any:
+    order = cache.lengths[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+    return cache.attend(query, setting.how, q_order=order)
+
+
+@functools.partial(jax.jit, compiler_options=OPTIMISE_NOTHING)
+def _decoded(cache: LayerCache) -> Any:
+    return cache.records.codec.decode(cache.records.spec, cache.records.planes)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=OPTIMISE_NOTHING)
+def _coded(codec: Codec, spec: KVSpec, key: jax.Array, value: jax.Array | None) -> Any:
+    return codec.decode(spec, codec.encode(spec, key, value))
+
+
+_poisoned = jax.jit(poisoned)
+_rollback = jax.jit(lambda cache, count: cache.rollback(count))
+_reset = jax.jit(lambda cache, rows: cache.reset(rows))
+_reorder = jax.jit(lambda cache, rows: cache.reorder(rows))
+_fork = jax.jit(lambda cache, rows: cache.fork(rows))
+_widened = jax.jit(lambda cache: cache.convert(lanes=128))
+_narrowed = jax.jit(lambda cache: cache.convert(lanes=1))
+
+
+class Verbs(RuleBasedStateMachine):
+    """Applies each verb to a cache and to a history; `setting` is given by the test."""
+
+    setting: Setting
+
+    def __init__(self) -> None:
+        super().__init__()
+        s = self.setting
+        self.kept = LAYOUTS[s.layout]
+        self.cache = _poisoned(create_layer(s.spec, CODECS[s.codec], B, S, layout=self.kept.layout))
+        self.history = History([[] for _ in range(B)])
+        self.overflowed, self.refused = [False] * B, [False] * B
+
+    @rule(
+        counts=st.lists(st.integers(0, WIDTHS[0]), min_size=B, max_size=B),
+        seed=SEEDS,
+    )
+    def extend(self, counts: list[int], seed: int) -> None:
+        self._extend(WIDTHS[0], counts, seed)
+
+    @rule(counts=st.lists(st.integers(0, WIDTHS[1]), min_size=B, max_size=B), seed=SEEDS)
+    def extend_by_many(self, counts: list[int], seed: int) -> None:
+        self._extend(WIDTHS[1], counts, seed)
+
+    def _extend(self, width: int, counts: list[int], seed: int) -> None:
+        s, rng, held = self.setting, np.random.default_rng(seed), self._held()
+        query, key, value = draw_tokens(rng, s.spec, s.heads, B, width)
+        arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
+        if s.masked:
+            arrays["mask"] = rng.random((B, 1, width, S)) < 0.8
+            arrays["bias"] = rng.normal(size=(1, s.heads, width, S)).astype(np.float32)
+        before = self.cache
+        out, lse, self.cache = _extend(s, before, arrays, np.asarray(counts, np.int32))
+        out, lse = np.asarray(out), np.asarray(lse)
+
+        key, value = self._through_codec(key, value)
+        fits = [min(n, self.kept.room(held[b], S)) for b, n in enumerate(counts)]
+        for b, (n, fit) in enumerate(zip(counts, fits, strict=True)):
+            new = list(zip(key[b, :n], value[b, :n], strict=True))
+            everything = History([self.history.rows[b] + new])
+            # What does not fit is given no meaning: only tokens that stay are compared.
+            masks = {
+                name: np.broadcast_to(arrays[name], (B, s.heads, width, S))[b, :, :fit]
+                for name in ("mask", "bias")
+                if name in arrays
+            }
+            if "mask" in masks:
+                everything.rows[0] = everything.rows[0][:S]
+            want = everything.attend(0, s.spec, s.how, query[b, :fit], held[b], **masks)
+            self._compare(out[b, :fit], lse[b, :fit], want, f"row {b} of extend")
+            assert not out[b, n:].any(), "padding gives 0"
+            assert np.isneginf(lse[b, n:]).all(), "padding has no normaliser"
+            self.history.rows[b] += new[:fit]
+            self.overflowed[b] |= fit < n
+        self._nothing_else_moved(before, held, fits)
+
+    @rule(counts=COUNTS)
+    def rollback(self, counts: list[int]) -> None:
+        held, before = self._held(), self.cache
+        self.cache = _rollback(before, np.asarray(counts, np.int32))
+        for b, n in enumerate(counts):
+            if self.kept.refuses(held[b], n):
+                self.refused[b] = True
+            else:
+                self.history.rows[b] = self.history.rows[b][: held[b] - n]
+        self._planes_are_those_of(before)
+
+    @rule(rows=ROWS)
+    def reorder(self, rows: list[int]) -> None:
+        before, self.cache = self.cache, _reorder(self.cache, np.asarray(rows, np.int32))
+        self.history = History([list(self.history.rows[r]) for r in rows])
+        self.overflowed = [self.overflowed[r] for r in rows]
+        self.refused = [self.refused[r] for r in rows]
+        self._rows_are_those_of(before, rows)
+
+    @rule(rows=st.lists(st.integers(0, B - 1), min_size=5, max_size=5))
+    def fork(self, rows: list[int]) -> None:
+        before, kept = self.cache, self.cache
+        self.cache = _fork(before, np.asarray(rows, np.int32))
+        assert self.cache.lengths.tolist() == [self._held()[r] for r in rows]
+        assert self.cache.overflowed.tolist() == [self.overflowed[r] for r in rows]
+        assert self.cache.refused.tolist() == [self.refused[r] for r in rows]
+        self._rows_are_those_of(before, rows)
+        self.cache = kept
+
+    @rule(rows=st.lists(st.booleans(), min_size=B, max_size=B))
+    def reset(self, rows: list[bool]) -> None:
+        before, self.cache = self.cache, _reset(self.cache, np.asarray(rows))
+        for b, emptied in enumerate(rows):
+            if emptied:
+                self.history.rows[b] = []
+                self.overflowed[b] = self.refused[b] = False
+        self._planes_are_those_of(before)
+
+    @rule()
+    def convert_lanes_there_and_back(self) -> None:
+        before = self.cache
+        wide = _widened(before)
+        for name, plane in wide.records.planes.items():
+            narrow = before.records.planes[name]
+            assert plane.shape[:-1] == narrow.shape[:-1] and plane.shape[-1] % 128 == 0
+            assert not np.asarray(plane)[..., narrow.shape[-1] :].any(), "lane padding is 0"
+        self.cache = _narrowed(wide)
+        self._planes_are_those_of(before)
+
+    @rule()
+    def poison(self) -> None:
+        self.cache = _poisoned(self.cache)
+
+    @rule(seed=SEEDS)
+    def attend(self, seed: int) -> None:
+        s, rng = self.setting, np.random.default_rng(seed)
+        query, _, _ = draw_tokens(rng, s.spec, s.heads, B, 2)
+        out, lse = map(np.asarray, _probe(s, self.cache, query))
+        for b, held in enumerate(self._held()):
+            want = self.history.attend(b, s.spec, s.how, query[b], held)
+            self._compare(out[b], lse[b], want, f"row {b} of attend")
+
+    @invariant()
+    def counts_and_contents_are_those_of_the_history(self) -> None:
+        assert self.cache.lengths.tolist() == self._held()
+        assert self.cache.overflowed.tolist() == self.overflowed
+        assert self.cache.refused.tolist() == self.refused
+        key, value = map(np.asarray, _decoded(self.cache))
+        for b, held in enumerate(self._held()):
+            want_key, want_value = self.history.arrays(b, self.setting.spec)
+            np.testing.assert_array_equal(key[b, :held], want_key[0])
+            np.testing.assert_array_equal(value[b, :held], want_value[0])
+
+    def _held(self) -> list[int]:
+        return [len(row) for row in self.history.rows]
+
+    def _compare(self, out: Any, lse: Any, want: tuple[np.ndarray, np.ndarray], what: str) -> None:
+        terms = S * self.setting.spec.query_width
+        assert_close(out, want[0], terms=terms, what=f"out, {what}")
+        assert_close(lse, want[1], terms=terms, what=f"lse, {what}")
+
+    def _through_codec(self, key: np.ndarray, value: np.ndarray | None) -> tuple[Any, Any]:
+        spec, codec = self.setting.spec, CODECS[self.setting.codec]
+        stored_key, stored_value = map(np.asarray, _coded(codec, spec, key, value))
+        np.testing.assert_allclose(stored_key, key, atol=0.2)
+        np.testing.assert_allclose(stored_value, values_of(spec, key, value), atol=0.2)
+        return stored_key, stored_value
+
+    def _nothing_else_moved(self, before: LayerCache, held: list[int], fits: list[int]) -> None:
+        for name, plane in self.cache.records.planes.items():
+            old, new = bits(before.records.planes[name]), bits(plane)
+            for b, (start, fit) in enumerate(zip(held, fits, strict=True)):
+                np.testing.assert_array_equal(new[b, :, :start], old[b, :, :start])
+                np.testing.assert_array_equal(new[b, :, start + fit :], old[b, :, start + fit :])
+
+    def _planes_are_those_of(self, before: LayerCache) -> None:
+        self._rows_are_those_of(before, list(range(B)))
+
+    def _rows_are_those_of(self, before: LayerCache, rows: list[int]) -> None:
+        for name, plane in self.cache.records.planes.items():
+            np.testing.assert_array_equal(bits(plane), bits(before.records.planes[name])[rows])
+
+
+@pytest.mark.parametrize(
+    "setting", SETTINGS, ids=lambda s: "-".join(str(x) for x in dataclasses.astuple(s))
+)
+def test_random_verbs_equal_a_history(setting: Setting) -> None:
+    machine = type("VerbsOf", (Verbs,), {"setting": setting})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=10, stateful_step_count=12, print_blob=False)
+    )
