@@ -46,6 +46,12 @@ class Caching(Suite):
         assert {x.dtype.name for x in cache.records.planes.values()} == {stored}
         assert_close(got, want, agreement(compute, stored))
 
+    def test_rounded_records_do_not_depend_on_chunks(self) -> None:
+        attn, x = self.rotated(), self.tokens()
+        caches = [self.cache(attn, codec=Raw(jnp.bfloat16)) for _ in range(2)]
+        want, _ = feed(attn, x, caches[0], [4, 4])
+        assert_close(feed(attn, x, caches[1], [1, 1, 1, 1, 4])[0], want)
+
     def test_the_input_names_the_compute_dtype(self, attn: Any) -> None:
         x = self.tokens()
         want, _ = call(attn, x)
@@ -103,6 +109,12 @@ class Caching(Suite):
         dirty = feed(attn, x, poisoned(self.cache(attn)), [5, 1, 1, 1])
         assert_trees_equal(dirty[0], clean[0])
         assert_trees_equal(_stored(dirty[1], 8), _stored(clean[1], 8))
+
+    def test_a_cache_of_several_blocks(self, attn: Any) -> None:
+        # A read takes at least 128 slots at a time, and the last block starts early.
+        x = self.tokens(length=231)
+        got, _ = feed(attn, x, poisoned(self.cache(attn, capacity=231)), [77, 77, 77])
+        assert_close(got, call(attn, x)[0])
 
     def test_lane_padding_changes_nothing(self, attn: Any) -> None:
         x = self.tokens()

@@ -50,8 +50,11 @@ class Meshes(Suite):
         assert_close(y, want)
         assert_trees_close(grads, expected)
         for name, plane in after.records.planes.items():
-            given = cache.records.planes[name].sharding
-            assert plane.sharding.is_equivalent_to(given, plane.ndim), f"{name} was moved"
+            given = cache.records.planes[name]
+            assert plane.sharding.is_equivalent_to(given.sharding, plane.ndim), f"{name} was moved"
+            share = (shape[0], 1 if plane.shape[1] == 1 else shape[1])
+            local = given.sharding.shard_shape(given.shape)
+            assert local[:2] == (8 // share[0], given.shape[1] // share[1]), f"{name} is not split"
 
 
 @quick_jit
