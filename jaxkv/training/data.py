@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Sequence
 from os import PathLike
@@ -148,6 +149,7 @@ def check_share(validation: float) -> float:
     return validation
 
 
+@functools.lru_cache(maxsize=4)
 def _epoch(seed: int, epoch: int, rows: int) -> tuple[np.ndarray, int]:
     """Draws the order of an epoch's rows and how far its cuts are moved.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps compiled programs while these tests run: most of them train the same two models again."""
+"""Compiles in haste and keeps what was compiled: most tests train the same two models again."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +20,9 @@ def compiled_once(programs: Path) -> Iterator[None]:
         "jax_compilation_cache_dir": str(programs),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_disable_most_optimizations": True,
     }
-    before = {name: getattr(jax.config, name) for name in settings}
+    before = {name: jax.config.values[name] for name in settings}
     for values in (settings, before):
         compilation_cache.reset_cache()
         for name, value in values.items():

@@ -19,6 +19,7 @@ from jaxkv.training import (
     PackedData,
     Program,
     TrainConfig,
+    TrainState,
     eval_step,
     init_sharded,
     parameters,
@@ -47,11 +48,17 @@ def sharded_decoder(**options: Any) -> Decoder:
     return Decoder(256, 16, 1, attention, rngs=nnx.Rngs(0), **options)
 
 
+@functools.cache
+def started() -> tuple[Program, TrainState]:
+    model = sharded_decoder(tied=False, max_positions=12)
+    program = Program.of(model, CONFIG)
+    return program, program.init(parameters(model))
+
+
 def two_steps(mesh: Mesh | None) -> tuple[Any, ...]:
     """Trains two steps of two parts each, and evaluates."""
-    program = Program.of(sharded_decoder(tied=False, max_positions=12), CONFIG)
-    start = program.init(parameters(sharded_decoder(tied=False, max_positions=12)))
-    state = place_state(program, start, mesh)
+    program, start = started()
+    state = place_state(program, jax.tree.map(jnp.copy, start), mesh)
     out = None if mesh is None else (shardings(program, state, mesh), None)
     step = jax.jit(train_step(program), donate_argnums=0, out_shardings=out)
     for number in range(2):
