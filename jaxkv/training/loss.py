@@ -25,7 +25,7 @@ def cross_entropy(
 
     >>> wanted = jnp.array([[True, True]])
     >>> total, count = cross_entropy(jnp.zeros((1, 2, 8)), jnp.array([[3, 5]]), wanted)
-    >>> float(total / count), int(count)
+    >>> float(total) / int(count), int(count)
     (2.0794, 2)
     """
     # What stands in padding, NaN included, reaches neither the loss nor a gradient.
