@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention for JAX and Flax, built around the KV cache."""
+"""Attention for JAX and Flax, built around the KV cache.
+
+`jaxkv.attention` is the package of modules; the function on arrays is `dot_product_attention`.
+"""
 
 from jaxkv.attention import Attention as Attention
+from jaxkv.attention import CrossAttention as CrossAttention
 from jaxkv.attention import GroupedQueryAttention as GroupedQueryAttention
 from jaxkv.attention import LatentOptions as LatentOptions
 from jaxkv.attention import MultiHeadAttention as MultiHeadAttention
@@ -23,12 +27,12 @@ from jaxkv.core.rotary_scaling import YaRN as YaRN
 from jaxkv.core.sharding import Rules as Rules
 from jaxkv.core.sharding import use_rules as use_rules
 from jaxkv.core.visibility import Visibility as Visibility
-from jaxkv.generate import Generation as Generation
-from jaxkv.generate import Sampling as Sampling
-from jaxkv.generate import StopReason as StopReason
-from jaxkv.generate import generate as generate
+from jaxkv.generation import Generation as Generation
+from jaxkv.generation import Sampling as Sampling
+from jaxkv.generation import StopReason as StopReason
+from jaxkv.generation import generate as generate
 from jaxkv.models.decoder import Decoder as Decoder
-from jaxkv.ops.api import attention as attention
+from jaxkv.ops.api import attention as dot_product_attention  # noqa: F401
 from jaxkv.ops.api import explain as explain
 from jaxkv.ops.merge import merge as merge
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     *("core", "kernels", "ops", "cache", "attention", "models"),
-    *("convert", "generate", "serving", "training", "memory", "cli"),
+    *("convert", "generation", "serving", "training", "memory", "cli"),
 )
 BELOW_FLAX = ("core", "kernels", "ops", "cache")
 TEST_TOOLS = ("chex", "hypothesis", "pytest")
@@ -94,7 +94,7 @@ def test_lint_sees_each_fault(path: str, source: str, word: str) -> None:
         ("jaxkv/ops/a.py", "from jaxkv.core import numerics\nfrom .merge import merge"),
         ("jaxkv/attention/a.py", "from flax import nnx\nfrom ..cache import spec"),
         ("jaxkv/testing/a.py", "import chex\nimport jaxkv\nfrom jaxkv.cli import main"),
-        ("jaxkv/__init__.py", "from jaxkv.generate import generate"),
+        ("jaxkv/__init__.py", "from jaxkv.generation import generate"),
         ("jaxkv/core/__init__.py", "from . import numerics\nfrom .numerics import Numerics"),
     ],
 )

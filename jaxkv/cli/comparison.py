@@ -21,8 +21,8 @@ from jaxkv.cli.variants import (
     matched_mlp,
 )
 from jaxkv.core.numerics import Numerics
-from jaxkv.generate import Sampling, generate
-from jaxkv.generate.timing import decode_rate, largest_cached_gap
+from jaxkv.generation import Sampling, generate
+from jaxkv.generation.timing import decode_rate, largest_cached_gap
 from jaxkv.models.decoder import Decoder
 from jaxkv.training import TextData, TrainConfig, train
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from jaxkv.generate import Sampling
+    from jaxkv.generation import Sampling
     from jaxkv.models.decoder import Decoder
 
 
@@ -37,7 +37,7 @@ def generate(
     """Generate text from a trained model, in one go or in turns."""
     from jaxkv.cli.numerics import compute_numerics
     from jaxkv.cli.saved import read_note
-    from jaxkv.generate import Sampling
+    from jaxkv.generation import Sampling
     from jaxkv.training import restore_model
 
     if which not in ("best", "last"):
@@ -55,7 +55,7 @@ def speak(
     model: Decoder, prompt: str, tokens: int, sampling: Sampling, stop: tuple[int, ...], seed: int
 ) -> None:
     """Prints a prompt and what follows, as it is made."""
-    from jaxkv.generate import generate as run
+    from jaxkv.generation import generate as run
 
     if not prompt:
         raise ValueError("--prompt is empty: want at least one character.")
@@ -83,7 +83,7 @@ def talk(
     capacity: int,
 ) -> None:
     """Answers line after line from one cache, until the input ends or the cache is full."""
-    from jaxkv.generate import generate as run
+    from jaxkv.generation import generate as run
 
     cache, pending = model.init_cache(1, capacity), []
     sys.stderr.write("Type a line to go on from; an empty one or the end of input stops.\n")

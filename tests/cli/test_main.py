@@ -16,7 +16,7 @@ from jaxkv.cli.variants import (
     make_decoder,
     matched_mlp,
 )
-from jaxkv.generate import Sampling
+from jaxkv.generation import Sampling
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "large"])

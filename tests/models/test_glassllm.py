@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxkv.attention import GroupedQueryAttention
 from jaxkv.core.rotary import Rotary
-from jaxkv.generate import generate
+from jaxkv.generation import generate
 from jaxkv.models.decoder import Decoder
 from tests.support import glass
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.generate.loop import Run
+from jaxkv.generation.loop import Run
 from jaxkv.models.decoder import Decoder
 
 

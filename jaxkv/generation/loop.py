@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxkv.cache.model_cache import ModelCache
 from jaxkv.core.sharding import constrain
-from jaxkv.generate.sampling import Sampling, sample
+from jaxkv.generation.sampling import Sampling, sample
 from jaxkv.models.decoder import Decoder
 
 

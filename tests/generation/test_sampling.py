@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.generate.sampling import Sampling, filtered, sample
+from jaxkv.generation.sampling import Sampling, filtered, sample
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:

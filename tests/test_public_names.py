@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `import jaxkv` offers, and that no name hides a package."""
+
+import importlib
+import pkgutil
+import types
+
+import jaxkv
+
+NAMES = """
+Attention Contiguous CrossAttention Decoder DynamicNTK Generation GroupedQueryAttention KVSpec
+LatentOptions LayerCache Linear Llama3 ModelCache MultiHeadAttention MultiHeadLatentAttention
+MultiQueryAttention NTK Numerics Raw Rotary Rules Sampling ScoreOptions StopReason Visibility YaRN
+dot_product_attention explain generate merge use_rules
+""".split()
+
+
+def test_the_public_names_are_these() -> None:
+    packages = {m.name for m in pkgutil.iter_modules(jaxkv.__path__)}
+    public = {n for n in vars(jaxkv) if not n.startswith("_")} - packages
+    assert public == set(NAMES)
+
+
+def test_no_name_hides_a_package() -> None:
+    for module in pkgutil.iter_modules(jaxkv.__path__):
+        if module.ispkg:
+            importlib.import_module(f"jaxkv.{module.name}")
+            assert isinstance(getattr(jaxkv, module.name), types.ModuleType), module.name
