@@ -40,7 +40,7 @@ def test_pad_width_adds_zeros_at_the_end():
     assert pad_width(x, 3) is x
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 2])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_only_a_lone_16_bit_row_is_doubled(axis, dtype, rows):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same outputs and gradients on no mesh and on Auto, Explicit and mixed meshes."""
 
+import contextlib
 import functools
 
 import jax
@@ -36,16 +37,15 @@ OPTIONS = {
     "query_lengths": np.array([3, 2, 0, 3, 3, 1, 3, 3]),
     "soft_cap": 4.0,
     "mask": normal("mask", 1, N, T, S) > -1,
-    "dropout_rate": 0.4,
 }
 
 
 @functools.partial(jax.jit, compiler_options=QUICK)
-def attended(arrays, dropout_key):
+def attended(arrays):
     """Computes out, lse and the gradients of a loss of both."""
 
     def loss(arrays):
-        out, lse = attention(**arrays, **OPTIONS, dropout_key=dropout_key, return_lse=True)
+        out, lse = attention(**arrays, **OPTIONS, return_lse=True)
         some = jnp.where(jnp.isfinite(lse), lse, 0.0)
         return jnp.sum(jnp.square(out)) + jnp.sum(some), (out, lse)
 
@@ -54,23 +54,49 @@ def attended(arrays, dropout_key):
 
 
 @functools.cache
-def alone(K, seed=7):
-    """Computes on no mesh."""
-    return jax.device_get(attended(arrays_of(K), jax.random.key(seed)))
+def truth(K):
+    """Computes the same in float64."""
+    out = dense.attention(arrays_of(K), OPTIONS).out
+    bars = (2 * out, np.ones(out.shape[:3]))
+    result = dense.attention(arrays_of(K), OPTIONS, bars)
+    return {"out": result.out, "lse": result.lse} | result.grads
+
+
+def on(mesh, program, *arguments):
+    """Runs on a mesh, or on none."""
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        return jax.device_get(program(*arguments))
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize(("shape", "K"), [(s, K) for s in KV_HEADS for K in KV_HEADS[s]], ids=str)
-def test_meshes_give_what_no_mesh_gives(shape, K, kind):
-    with jax.set_mesh(mesh_of(shape, kind, kind)):
-        got = jax.device_get(attended(arrays_of(K), jax.random.key(7)))
-    for name, want in alone(K).items():
+def test_outputs_and_gradients_match_float64_on_every_mesh(shape, K, kind):
+    got = on(mesh_of(shape, kind, kind), attended, arrays_of(K))
+    for name, want in truth(K).items():
         assert_close(got[name], want, terms=B * T * N, what=name)
         assert want.any(), name
 
 
-def test_other_dropout_masks_would_show_in_the_comparison():
-    assert np.abs(alone(2)["out"] - alone(2, seed=8)["out"]).max() > 0.1
+@functools.partial(jax.jit, compiler_options=QUICK)
+def dropped(arrays, key):
+    return attention(**arrays, dropout_rate=0.4, dropout_key=key)
+
+
+@functools.cache
+def dropped_alone(seed):
+    return on(None, dropped, operands(B, T, S, N, 4, 4, 3), jax.random.key(seed))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [((8, 1), AUTO), ((2, 4), AUTO), ((2, 4), EXPLICIT), ((1, 8), EXPLICIT)],
+    ids=str,
+)
+def test_a_mesh_drops_the_same_weights(shape, kind):
+    arrays = operands(B, T, S, N, 4, 4, 3)
+    got = on(mesh_of(shape, kind, kind), dropped, arrays, jax.random.key(7))
+    assert_close(got, dropped_alone(7))
+    assert np.abs(got - dropped_alone(8)).max() > 0.1  # other masks would show
 
 
 PLAIN = {"causal": True, "offset": 2}

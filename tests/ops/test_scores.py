@@ -25,9 +25,7 @@ class TestHeads:
         assert_close(out[..., 0], np.broadcast_to([0, 0, 1, 1], out.shape[:3]))
 
     # The value may be wider, narrower, or one channel; so may the key.
-    @pytest.mark.parametrize(
-        ("N", "K", "H", "V"), [(1, 1, 3, 7), (4, 1, 7, 1), (4, 4, 1, 4), (6, 2, 4, 5)]
-    )
+    @pytest.mark.parametrize(("N", "K", "H", "V"), [(4, 1, 7, 1), (4, 4, 1, 4), (6, 2, 4, 5)])
     def test_any_grouping_and_widths_match_float64(self, implementation, N, K, H, V):
         arrays = operands(N=N, K=K, H=H, V=V)
         out, _, _ = check(implementation, arrays, jit=True, causal=True, offset=2)
