@@ -5,11 +5,15 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -25,3 +29,33 @@ hypothesis.settings.load_profile("jaxkv")
 def doctest_names(doctest_namespace: dict[str, object]) -> None:
     """Gives docstring examples the three names that they all need."""
     doctest_namespace.update(jax=jax, jnp=jnp, np=np)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes the folder where this process keeps what it compiled."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_haste(request: pytest.FixtureRequest, programs: Path) -> Iterator[None]:
+    """Compiles with little effort and keeps what was compiled: most tests wait for the compiler.
+
+    A module marked `as_shipped` looks at compiled programs and gets those that users get.
+    """
+    if request.node.get_closest_marker("as_shipped") is not None:
+        yield
+        return
+    settings = {
+        "jax_compilation_cache_dir": str(programs),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_disable_most_optimizations": True,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for values in (settings, before):
+        compilation_cache.reset_cache()
+        for name, value in values.items():
+            jax.config.update(name, value)
+        if values is settings:
+            yield

@@ -23,3 +23,8 @@ def as_users_have_it() -> Iterator[None]:
     require_tpu_compiler()
     with jax.default_matmul_precision("default"):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_haste() -> None:
+    """Overrides the root's fixture: these tests compile with the effort that users get."""

@@ -14,6 +14,8 @@ from jaxkv.cache import KVSpec, LayerCache, ModelCache, Raw, create_layer, gathe
 from jaxkv.testing.hlo import assert_in_place, cache_sized_ops
 from tests.cache.support import scoring
 
+pytestmark = pytest.mark.as_shipped
+
 S = 2048
 # (record, query heads) at real sizes: nothing is run, and compiling does not depend on sizes.
 REAL = {
