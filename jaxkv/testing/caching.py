@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.cache import reading
 from jaxkv.cache.codecs import Raw
 from jaxkv.core.numerics import Numerics
 from jaxkv.testing.suite import Suite, call, cast, feed, poisoned, quick_jit
@@ -110,10 +111,14 @@ class Caching(Suite):
         assert_trees_equal(dirty[0], clean[0])
         assert_trees_equal(_stored(dirty[1], 8), _stored(clean[1], 8))
 
-    def test_a_cache_of_several_blocks(self, attn: Any) -> None:
-        # A read takes at least 128 slots at a time, and the last block starts early.
-        x = self.tokens(length=231)
-        got, _ = feed(attn, x, poisoned(self.cache(attn, capacity=231)), [77, 77, 77])
+    def test_a_cache_of_several_blocks(self, attn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("CPU_SLOTS", "DEVICE_SLOTS"):
+            monkeypatch.setattr(reading, name, (4, 4))
+        # Reads take slots 0 to 3, 4 to 7, and 6 to 9, of which they count 8 and 9.
+        x = self.tokens(length=10)
+        got, _ = feed(attn, x, poisoned(self.cache(attn, capacity=10)), [5, 5])
+        assert_close(got, call(attn, x)[0])
+        got, _ = feed(attn, x, poisoned(self.cache(attn, capacity=10)), [5, 1, 1, 1, 1, 1])
         assert_close(got, call(attn, x)[0])
 
     def test_lane_padding_changes_nothing(self, attn: Any) -> None:
