@@ -37,7 +37,6 @@ WIDTHS = (4, 13)
 COUNTS = st.lists(st.integers(0, 4), min_size=B, max_size=B)
 ROWS = st.lists(st.integers(0, B - 1), min_size=B, max_size=B)
 SEEDS = st.integers(0, 2**16)
-OPTIMISE_NOTHING = {"xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,7 @@ SETTINGS = [
 ]
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIMISE_NOTHING)
+@functools.partial(jax.jit, static_argnums=0)
 def _extend(setting: Setting, cache: LayerCache, arrays: dict[str, Any], counts: jax.Array) -> Any:
     query = arrays["query"]
     opened = cache.open(query.shape[1], counts)
@@ -91,18 +90,18 @@ def _extend(setting: Setting, cache: LayerCache, arrays: dict[str, Any], counts:
     return out, lse, written.close()
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIMISE_NOTHING)
+@functools.partial(jax.jit, static_argnums=0)
 def _probe(setting: Setting, cache: LayerCache, query: jax.Array) -> Any:
     order = cache.lengths[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
     return cache.attend(query, setting.how, q_order=order)
 
 
-@functools.partial(jax.jit, compiler_options=OPTIMISE_NOTHING)
+@jax.jit
 def _decoded(cache: LayerCache) -> Any:
     return cache.records.codec.decode(cache.records.spec, cache.records.planes)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=OPTIMISE_NOTHING)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _coded(codec: Codec, spec: KVSpec, key: jax.Array, value: jax.Array | None) -> Any:
     return codec.decode(spec, codec.encode(spec, key, value))
 
