@@ -7,12 +7,39 @@ import types
 
 import jaxkv
 
-NAMES = """
-Attention Contiguous CrossAttention Decoder DynamicNTK Generation GroupedQueryAttention KVSpec
-LatentOptions LayerCache Linear Llama3 ModelCache MultiHeadAttention MultiHeadLatentAttention
-MultiQueryAttention NTK Numerics Raw Rotary Rules Sampling ScoreOptions StopReason Visibility YaRN
-dot_product_attention explain generate merge use_rules
-""".split()
+NAMES = [
+    "Attention",
+    "Contiguous",
+    "CrossAttention",
+    "Decoder",
+    "DynamicNTK",
+    "Generation",
+    "GroupedQueryAttention",
+    "KVSpec",
+    "LatentOptions",
+    "LayerCache",
+    "Linear",
+    "Llama3",
+    "ModelCache",
+    "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "MultiQueryAttention",
+    "NTK",
+    "Numerics",
+    "Raw",
+    "Rotary",
+    "Rules",
+    "Sampling",
+    "ScoreOptions",
+    "StopReason",
+    "Visibility",
+    "YaRN",
+    "dot_product_attention",
+    "explain",
+    "generate",
+    "merge",
+    "use_rules",
+]
 
 
 def test_the_public_names_are_these() -> None:
