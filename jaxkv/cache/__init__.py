@@ -5,6 +5,7 @@ from jaxkv.cache.codecs import Codec as Codec
 from jaxkv.cache.codecs import Plane as Plane
 from jaxkv.cache.codecs import Raw as Raw
 from jaxkv.cache.contiguous import Contiguous as Contiguous
+from jaxkv.cache.export import register_export as register_export
 from jaxkv.cache.index import Index as Index
 from jaxkv.cache.index import Jobs as Jobs
 from jaxkv.cache.index import Layout as Layout

@@ -178,6 +178,7 @@ class LayerCache(Verbs):
         """
         B, T, N, _ = query.shape
         cache = self.open(T)
+        query = cache.emptied(query)
         key, value = cache.seen_through_codec(*cache.replicated(key, value))
         mask, bias = cache.checked(mask, bias, (B, N, T))
         q_order, _ = cache.new_orders(T)
@@ -188,6 +189,16 @@ class LayerCache(Verbs):
         out, lse = cache.joined([old, new], sink_logits)
         written = cache.after(out).write(key, value)
         return out, lse, written if self.plan is not None else written.close()
+
+    def emptied(self, query: jax.Array) -> jax.Array:
+        """Zeroes padding in `query [B, T, N, H]`: rubbish there must not reach a gradient."""
+        _, real = self.new_orders(query.shape[1])
+        tokens = ("batch", None, head_axis(self.records.spec.kv_heads))
+
+        def kept(query: jax.Array, real: jax.Array) -> jax.Array:
+            return jnp.where(real[:, :, None, None], query, jnp.zeros((), query.dtype))
+
+        return local(kept, (tokens, ("batch",)), tokens)(query, real)
 
     def seen_through_codec(
         self, key: jax.Array, value: jax.Array | None
