@@ -40,15 +40,16 @@ class Caching(Suite):
     )
     def test_pairs_of_compute_and_cache_dtype(self, attn: Any, compute: str, stored: str) -> None:
         want, _ = call(attn, self.tokens())
-        other = self.rotated(numerics=Numerics(dtype=jnp.dtype(compute)))
+        narrow = Numerics(dtype=jnp.dtype(compute))
+        other = attn if compute == "float32" else self.rotated(numerics=narrow)
         cache = self.cache(other, codec=Raw(jnp.dtype(stored)))
         got, cache = feed(other, self.tokens(), cache, [4, 4])
         assert got.dtype == compute
         assert {x.dtype.name for x in cache.records.planes.values()} == {stored}
         assert_close(got, want, agreement(compute, stored))
 
-    def test_rounded_records_do_not_depend_on_chunks(self) -> None:
-        attn, x = self.rotated(), self.tokens()
+    def test_rounded_records_do_not_depend_on_chunks(self, attn: Any) -> None:
+        x = self.tokens()
         caches = [self.cache(attn, codec=Raw(jnp.bfloat16)) for _ in range(2)]
         want, _ = feed(attn, x, caches[0], [4, 4])
         assert_close(feed(attn, x, caches[1], [1, 1, 1, 1, 4])[0], want)
@@ -117,8 +118,6 @@ class Caching(Suite):
         # Reads take slots 0 to 3, 4 to 7, and 6 to 9, of which they count 8 and 9.
         x = self.tokens(length=10)
         got, _ = feed(attn, x, poisoned(self.cache(attn, capacity=10)), [5, 5])
-        assert_close(got, call(attn, x)[0])
-        got, _ = feed(attn, x, poisoned(self.cache(attn, capacity=10)), [5, 1, 1, 1, 1, 1])
         assert_close(got, call(attn, x)[0])
 
     def test_lane_padding_changes_nothing(self, attn: Any) -> None:

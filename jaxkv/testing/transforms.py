@@ -55,25 +55,6 @@ class Transforms(Suite):
         assert_close(np.asarray(ys)[:, :, 0].swapaxes(0, 1), want)
         assert_trees_close(cache, after)
 
-    def test_a_while_loop_runs_until_a_row_is_full(self, attn: Any) -> None:
-        @quick_jit
-        def run(attn: Any, x: Any, cache: Any) -> Any:
-            def body(carry: Any) -> Any:
-                x, cache = carry
-                return attn(x, cache=cache)
-
-            return lax.while_loop(lambda c: jnp.max(c[1].lengths) < c[1].capacity, body, (x, cache))
-
-        x = self.tokens()
-        _, cache = call(attn, x, self.cache(attn), lengths=np.array([8, 5]))
-        y = want = x[:, :1]
-        y, after = run(attn, y, cache)
-        for _ in range(4):
-            want, cache = call(attn, want, cache)
-        assert after.lengths.tolist() == [12, 9]
-        assert_close(y, want)
-        assert_trees_close(after, cache)
-
     def test_vmap_over_a_batch_of_caches(self, attn: Any) -> None:
         x, parts = self.tokens(rows=4, length=5), []
         for b in (0, 2):

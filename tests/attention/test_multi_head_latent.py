@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxkv.attention import LatentOptions, MultiHeadLatentAttention, ScoreOptions
+from jaxkv.cache import reading
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.rotary import Rotary
 from jaxkv.core.rotary_scaling import YaRN
@@ -72,6 +73,15 @@ def test_absorbed_equals_expanded_on_every_path() -> None:
         for out in outs:
             assert_close(out, want, what=f"chunks {widths}")
         assert_trees_close(*caches)
+
+
+def test_both_forms_read_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CPU_SLOTS", "DEVICE_SLOTS"):
+        monkeypatch.setattr(reading, name, (2, 2))
+    for form in FORMS:
+        attn = latent(form)
+        want = latent_attention(parameters(attn), X, 4, 50.0)
+        assert_close(feed(attn, X, attn.init_cache(2, 6), [2, 2, 2])[0], want)
 
 
 def test_gradients_agree_in_both_forms() -> None:
