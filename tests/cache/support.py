@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,11 +76,6 @@ def values_of(spec: KVSpec, key: Any, value: Any) -> Any:
     return key[..., spec.value_offset : spec.value_offset + spec.value_width]
 
 
-def filled_with(cache: Any, fill: float) -> Any:
-    """Fills all planes of a cache, for what stands in slots before they are written."""
-    return jax.tree.map(lambda x: jnp.full_like(x, fill) if x.ndim > 2 else x, cache)
-
-
 def poisoned(cache: LayerCache, fills: tuple[float, float] = (np.nan, np.inf)) -> LayerCache:
     """Puts NaN and inf, slot by slot in turns, wherever no token is stored."""
     orders = cache.layout.orders(cache.index, cache.records.slots)
@@ -94,19 +90,20 @@ def poisoned(cache: LayerCache, fills: tuple[float, float] = (np.nan, np.inf)) -
     return dataclasses.replace(cache, records=dataclasses.replace(cache.records, planes=planes))
 
 
+@functools.partial(jax.jit, static_argnums=range(6))
 def fresh(
     name: str = "gqa",
     batch: int = 2,
     capacity: int = 12,
-    *,
     layout: str = "contiguous",
     codec: str = "float32",
-    **options: Any,
+    lanes: int = 1,
 ) -> LayerCache:
     """Makes an empty cache with rubbish in its slots."""
     chosen = LAYOUTS[layout].layout
-    cache = create_layer(SPECS[name][0], CODECS[codec], batch, capacity, layout=chosen, **options)
-    return poisoned(cache)
+    return poisoned(
+        create_layer(SPECS[name][0], CODECS[codec], batch, capacity, layout=chosen, lanes=lanes)
+    )
 
 
 def bits(x: Any) -> np.ndarray:
