@@ -7,6 +7,7 @@
 from jaxkv.attention import Attention as Attention
 from jaxkv.attention import CrossAttention as CrossAttention
 from jaxkv.attention import GroupedQueryAttention as GroupedQueryAttention
+from jaxkv.attention import HeadOptions as HeadOptions
 from jaxkv.attention import LatentOptions as LatentOptions
 from jaxkv.attention import MultiHeadAttention as MultiHeadAttention
 from jaxkv.attention import MultiHeadLatentAttention as MultiHeadLatentAttention

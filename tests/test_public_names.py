@@ -15,6 +15,7 @@ NAMES = [
     "DynamicNTK",
     "Generation",
     "GroupedQueryAttention",
+    "HeadOptions",
     "KVSpec",
     "LatentOptions",
     "LayerCache",

@@ -18,6 +18,7 @@ from jaxkv.attention.tokens import (
     check_token_arguments,
     compacted,
     compacted_rows,
+    emptied,
     restored,
     uncached_tokens,
 )
@@ -121,7 +122,7 @@ class Attention(nnx.Module):
         x = self.numerics.compute(x)
         if cache is None:
             tokens = uncached_tokens(B, T, positions, segment_ids, lengths)
-            query, k, v = self.project(x, tokens.positions)
+            query, k, v = self.project(emptied(x, tokens), tokens.positions)
             out = self.attend(query, k, v, Call(tokens, mask, bias, key))
             return self._output(out), None
         check_token_arguments(B, T, positions, segment_ids, lengths)
@@ -129,7 +130,7 @@ class Attention(nnx.Module):
         opened, plan = self._opened(cache, T, lengths, segment_ids)
         tokens = cached_tokens(plan, T, positions)
         with jax.named_scope("project"):
-            query, k, v = self.project(compacted(x, plan), tokens.positions)
+            query, k, v = self.project(emptied(compacted(x, plan), tokens), tokens.positions)
         rows = (compacted_rows(mask, plan), compacted_rows(bias, plan))
         out, written = self.attend_cached(query, k, v, Call(tokens, *rows, None), opened)
         y = restored(self._output(out), plan)

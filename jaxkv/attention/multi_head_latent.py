@@ -35,7 +35,8 @@ class LatentOptions:
 
     Args:
       latent_dim: C, width of the cached latent; default 4 x head_dim (DeepSeek's ratio).
-      rope_dim: R, width of the rotated key part that all heads share; default head_dim / 2.
+      rope_dim: R, width of the rotated key part that all heads share; default head_dim / 2,
+        made even.
       query_latent_dim: Width that queries are compressed to; `None` does not compress them.
       form: "expanded" makes keys and values of every head, "absorbed" moves the queries into the
         latent space; `None` takes the cheaper one for the number of new tokens.
@@ -87,7 +88,7 @@ class MultiHeadLatentAttention(Attention):
         latent = latent if latent is not None else LatentOptions()
         head_dim = given("head_dim") or default_head_dim(in_features, num_heads)
         value_dim = given("value_dim") or head_dim
-        C, R = latent.latent_dim or 4 * head_dim, latent.rope_dim or max(head_dim // 2, 1)
+        C, R = latent.latent_dim or 4 * head_dim, latent.rope_dim or max(2, head_dim // 4 * 2)
         self.in_features, self.num_heads = in_features, num_heads
         self.head_dim, self.value_dim, self.latent = head_dim, value_dim, latent
         self.spec = KVSpec(1, C + R, C, value_offset=0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
@@ -27,6 +28,9 @@ class ScoreOptions:
       sink_logits: Learn a logit per head that joins the softmax without a value.
       qk_norm: RMS-normalise each query and key head before the rotation (Qwen3).
       pinned: First tokens of a row that a window never hides (StreamingLLM's sinks).
+
+    Raises:
+      ValueError: If a number is out of range.
     """
 
     scale: float | None = None
@@ -34,6 +38,14 @@ class ScoreOptions:
     sink_logits: bool = False
     qk_norm: bool = False
     pinned: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value}: want a finite number above 0, or None.")
+        if self.pinned < 0:
+            raise ValueError(f"pinned={self.pinned}: want at least 0 tokens.")
 
 
 class HeadOptions(TypedDict, total=False):
@@ -62,6 +74,9 @@ class HeadOptions(TypedDict, total=False):
     rngs: nnx.Rngs
 
 
+KINDS = {"rotary": Rotary, "score": ScoreOptions, "numerics": Numerics, "rngs": nnx.Rngs}
+
+
 def check_options(options: HeadOptions) -> None:
     """Checks the names of keyword arguments, which Python does not do for a `TypedDict`.
 
@@ -72,3 +87,7 @@ def check_options(options: HeadOptions) -> None:
         raise ValueError(
             f"unknown options {unknown}: want of {sorted(HeadOptions.__annotations__)}."
         )
+    for name, kind in KINDS.items():
+        value = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r}: want a {kind.__name__}.")

@@ -60,6 +60,13 @@ def cached_tokens(plan: Plan, length: int, positions: jax.Array | None) -> Token
     return Tokens(order, order if positions is None else positions, real)
 
 
+def emptied(x: jax.Array, tokens: Tokens) -> jax.Array:
+    """Zeroes padding in `[B, T, D]`: NaN times a gradient of 0 would reach the kernels."""
+    if tokens.segments is None:
+        return x
+    return jnp.where((tokens.segments != 0)[:, :, None], x, jnp.zeros((), x.dtype))
+
+
 def compacted(x: jax.Array, plan: Plan) -> jax.Array:
     """Moves real tokens to the front of each row, `[B, T, ...]`, if padding may stand elsewhere."""
     return x if plan.order is None else take_tokens(x, plan.order)

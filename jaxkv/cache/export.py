@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -46,13 +47,13 @@ def register_export(*, nodes: tuple[type, ...] = (), choices: tuple[type, ...] =
             serialized_name=f"jaxkv.{cls.__name__}",
             serialize_auxdata=_dump,
             deserialize_auxdata=_load,
-            from_children=lambda static, children, cls=cls: _rebuilt(cls, static, children),
+            from_children=functools.partial(_rebuilt, cls),
         )
 
 
-def _rebuilt(cls: type, static: Any, children: Any) -> Any:
+def _rebuilt(cls: type, aux_data: Any, children: Any) -> Any:
     """Builds a node of its static fields and its children, both in the order of the fields."""
-    fields = {True: iter(static), False: iter(children)}
+    fields = {True: iter(aux_data), False: iter(children)}
     return cls(
         **{f.name: next(fields[f.metadata.get("static", False)]) for f in dataclasses.fields(cls)}
     )

@@ -87,7 +87,7 @@ def generate(
     max_new_tokens: int,
     lengths: jax.Array | None = None,
     sampling: Sampling | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Sequence[int] | int = (),
     seed: int = 0,
     cache: ModelCache | None = None,
     on_tokens: OnTokens | None = None,
@@ -105,7 +105,8 @@ def generate(
       seed: Of all draws. A row's draws depend on the seed and its row number alone.
       cache: Continues it (it is donated: use the one that comes back); default a fresh one that
         fits prompts and new tokens.
-      on_tokens: Called with each row's newest tokens about every `stream_every` tokens.
+      on_tokens: Called about every `stream_every` tokens with a list that holds, for each row,
+        the list of its newest tokens.
       stream_every: Tokens between two calls of `on_tokens`.
 
     Returns:
@@ -150,7 +151,7 @@ class Run:
         max_new_tokens: int,
         lengths: jax.Array | None = None,
         sampling: Sampling | None = None,
-        stop_tokens: Sequence[int] = (),
+        stop_tokens: Sequence[int] | int = (),
         seed: int = 0,
         cache: ModelCache | None = None,
     ) -> None:
@@ -158,6 +159,7 @@ class Run:
         B = tokens.shape[0]
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens}: want at least 1.")
+        stop_tokens = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
         if bad := [t for t in stop_tokens if not 0 <= t < model.vocab]:
             raise ValueError(f"stop_tokens {bad}: want tokens of 0 to {model.vocab - 1}.")
         if cache is None:
@@ -254,6 +256,8 @@ def _padded(prompts: Any, lengths: jax.Array | None, vocab: int) -> tuple[jax.Ar
         if counts.shape != (rows.shape[0],) or counts.max(initial=0) > rows.shape[1]:
             raise ValueError(f"lengths {counts.tolist()} do not fit prompts {rows.shape}.")
         prompts = [row[:n] for row, n in zip(rows, counts, strict=True)]
+    elif isinstance(prompts, str) or not all(hasattr(p, "__len__") for p in prompts):
+        raise ValueError("prompts want a list of token lists, one for each row: [[1, 2], [3]].")
     elif lengths is not None:
         raise ValueError("lengths belong to an array of prompts; token lists know their own.")
     counts = np.array([len(p) for p in prompts], np.int32)

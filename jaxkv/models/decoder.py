@@ -152,6 +152,11 @@ class Decoder(nnx.Module):
         )
         make_norm = norm_maker(norm, features, norm_epsilon, numerics, rngs)
         blocks = []
+        if isinstance(attention, nnx.Module):
+            raise ValueError(
+                f"attention is a {type(attention).__name__}: want a factory, such as "
+                "functools.partial(GroupedQueryAttention, num_heads=8), or one for each layer."
+            )
         for factory in _per_layer(attention, num_layers, "attention factories"):
             mlp = MLP(
                 features,

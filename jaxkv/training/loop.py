@@ -114,7 +114,7 @@ def _started(state: TrainState, checkpoints: Checkpoints | None, resume: bool) -
     if not resume:
         raise ValueError(
             f"{checkpoints.directory.parent} holds a run of {checkpoints.last} steps: pass "
-            f"resume=True to go on, or another directory."
+            f"resume=True (--resume) to go on, or another directory."
         )
     return checkpoints.restore(state)
 

@@ -136,6 +136,8 @@ def test_decode_compiles_once_for_all_lengths_and_is_in_place() -> None:
         (dict(prompts=[[1]], max_new_tokens=0), "max_new_tokens=0"),
         (dict(prompts=[[1]], max_new_tokens=2, stream_every=0), "stream_every=0"),
         (dict(prompts=[[1]], max_new_tokens=2, stop_tokens=[61]), r"\[61\]"),
+        (dict(prompts=[1, 2], max_new_tokens=2), "list of token lists"),
+        (dict(prompts="abc", max_new_tokens=2), "list of token lists"),
         (dict(prompts=np.zeros((2, 2)), max_new_tokens=2), "float64"),
         (dict(prompts=[[1]], max_new_tokens=2, lengths=jnp.array([1])), "lengths"),
     ],
