@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxkv.cache.spec import KVSpec
@@ -132,12 +133,15 @@ class Raw:
         plane = block["key" if spec.value_offset is not None else "value"]
         first = spec.value_offset or 0
         last = first + spec.value_width
-        # Whole tiles of the block, and the rest is cut from the result: XLA lays out a narrower
-        # slice with slots as lanes on TPU, and to get there it transposes the whole cache.
+        # Whole tiles of the block, and the rest is cut from the result. XLA lays out anything
+        # narrower with slots as lanes on TPU, and to get there it transposes the whole cache; the
+        # barrier keeps the result's layout from reaching the product.
         begin = first // TILE_LANES * TILE_LANES
         end = min(-(-last // TILE_LANES) * TILE_LANES, plane.shape[-1])
         out = _product("kmz,kzv->kmv", weights, plane[..., begin:end], precision)
-        return out[..., first - begin : last - begin]
+        if end - begin == spec.value_width:
+            return out
+        return lax.optimization_barrier(out)[..., first - begin : last - begin]
 
 
 def _value(spec: KVSpec, planes: Planes) -> jax.Array:
