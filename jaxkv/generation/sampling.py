@@ -47,8 +47,8 @@ class Sampling:
 def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Applies temperature and filters: float32 `[B, vocab]`, -inf where a token is out.
 
-    >>> filtered(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6)).round(3).tolist()
-    [[-0.6930000185966492, -1.2039999961853027, -inf]]
+    >>> jnp.exp(filtered(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))).tolist()
+    [[0.5, 0.3, 0.0]]
     """
     logits = logits.astype(jnp.float32) / (sampling.temperature or 1.0)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:

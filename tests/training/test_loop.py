@@ -253,7 +253,7 @@ print("done", flush=True)
 LONG = dataclasses.replace(CONFIG, steps=150, save_every=1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_killed_at_any_moment_goes_on_bit_identical(tmp_path: Path) -> None:
     whole = train(bigram(), DATA, LONG)
     random = np.random.default_rng(0)
