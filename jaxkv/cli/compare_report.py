@@ -19,8 +19,9 @@ from jaxkv.models.presets import load_geometry
 
 TITLE = "Same parameters, data order and tokens; only the attention differs"
 KEY = (
-    "loss: validation, nats per byte. cache: measured on live arrays. tok/s: decoded from the "
-    "cache, all rows together. max gap: largest difference of cached and uncached logits."
+    "params: all parameters. loss: validation, nats per byte. B/token: cache bytes, measured on "
+    "live arrays. tok/s: decoded from the cache, all rows together. gap: largest difference of "
+    "cached and uncached logits."
 )
 REAL_MODELS = ("gpt3-175b", "gpt2-xl", "llama2-70b", "llama3-8b", "deepseek-v3")
 ONE_SEED = (
@@ -35,9 +36,9 @@ def table(results: Sequence[Result]) -> Table:
     """Lays the variants out side by side."""
     seeds = len(results[0].losses)
     out = Table(title=TITLE, caption=KEY, title_justify="left", caption_justify="left")
-    out.add_column("")
-    columns = ["parameters", "loss", "cache B/token", f"vs {results[0].variant.upper()}"]
-    for column in [*columns, *(f"tok/s B={b}" for b in BATCHES), "max gap"]:
+    out.add_column("", no_wrap=True, min_width=3)
+    columns = ["params", "loss", "B/token", f"vs {results[0].variant.upper()}"]
+    for column in [*columns, *(f"tok/s B={b}" for b in BATCHES), "gap"]:
         out.add_column(column, justify="right", no_wrap=True)
     for r in results:
         loss = f"{r.loss:.3f}" + (f" ± {r.loss_deviation:.3f}" if seeds > 1 else "")
