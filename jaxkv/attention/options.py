@@ -40,10 +40,10 @@ class ScoreOptions:
     pinned: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("scale", "soft_cap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value}: want a finite number above 0, or None.")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ValueError(f"scale={self.scale}: want a finite number, or None.")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise ValueError(f"soft_cap={self.soft_cap}: want a finite number above 0, or None.")
         if self.pinned < 0:
             raise ValueError(f"pinned={self.pinned}: want at least 0 tokens.")
 
