@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Temporary bytes per chip of compiled programs, as recorded; see docs/measurements.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RECORDED_WITH = "jax 0.12.0.1 and libtpu 0.0.50.1"
+# Another compiler may place a buffer elsewhere; a copy of a cache plane is far more than this.
+ALLOWANCE = 1.1
+
+TEMPORARY_BYTES: dict[tuple[str, ...], int] = {
+    # One token for 8 rows of 2,048 slots.
+    ("decode", "mha", "v5e"): 3_599_360,
+    ("decode", "mha", "v6e"): 3_663_904,
+    ("decode", "gqa", "v5e"): 3_198_464,
+    ("decode", "gqa", "v6e"): 3_270_944,
+    ("decode", "mqa", "v5e"): 3_239_424,
+    ("decode", "mqa", "v6e"): 2_943_584,
+    ("decode", "gqa-64", "v5e"): 3_908_608,
+    ("decode", "gqa-64", "v6e"): 3_401_888,
+    ("decode", "mla", "v5e"): 6_806_016,
+    ("decode", "mla", "v6e"): 7_034_720,
+    # 512 tokens for each of them; most of it is scores of new tokens, in float32.
+    ("prefill", "mha", "v5e"): 1_052_775_424,
+    ("prefill", "mha", "v6e"): 1_356_030_752,
+    ("prefill", "gqa", "v5e"): 624_077_312,
+    ("prefill", "gqa", "v6e"): 659_415_168,
+    ("prefill", "mqa", "v5e"): 558_670_336,
+    ("prefill", "mqa", "v6e"): 620_618_400,
+    ("prefill", "gqa-64", "v5e"): 741_831_680,
+    ("prefill", "gqa-64", "v6e"): 760_386_368,
+    ("prefill", "mla", "v5e"): 3_075_520_000,
+    ("prefill", "mla", "v6e"): 2_403_617_856,
+    # 8 rows of 2,048 tokens, on several chips: their number is in the test.
+    ("train", "mha", "v5e"): 3_537_435_136,
+    ("train", "mha", "v6e"): 3_382_736_800,
+    ("train", "gqa", "v5e"): 5_239_482_880,
+    ("train", "gqa", "v6e"): 5_178_293_408,
+    ("train", "mqa", "v5e"): 6_467_188_224,
+    ("train", "mqa", "v6e"): 6_280_394_336,
+    ("train", "mla", "v5e"): 5_614_570_496,
+    ("train", "mla", "v6e"): 5_577_909_440,
+    ("train narrow", "gqa", "v5e"): 4_967_424,
+    ("train narrow", "mla", "v5e"): 15_194_112,
+    ("gradient", "gqa", "v5e"): 8_454_029_824,
+    ("gradient", "gqa", "v6e"): 9_954_304_832,
+    # The largest of all records and lengths.
+    ("write", "v5e"): 322_560,
+    ("write", "v6e"): 357_632,
+    # Reading with 1 and 64 queries a row.
+    ("read 1", "gqa", "v5e"): 452_096,
+    ("read 1", "gqa", "v6e"): 488_096,
+    ("read 1", "mla", "v5e"): 355_328,
+    ("read 1", "mla", "v6e"): 389_888,
+    ("read 1", "narrow", "v5e"): 452_096,
+    ("read 1", "narrow", "v6e"): 488_096,
+    ("read 64", "gqa", "v5e"): 419_840,
+    ("read 64", "gqa", "v6e"): 423_104,
+    ("read 64", "mla", "v5e"): 134_639_616,
+    ("read 64", "mla", "v6e"): 218_528_960,
+    ("read 64", "narrow", "v5e"): 419_840,
+    ("read 64", "narrow", "v6e"): 423_104,
+}
+
+
+def check_temporary_bytes(compiled: Any, *program: str) -> None:
+    """Holds a program to its recorded temporary bytes."""
+    got, want = compiled.memory_analysis().temp_size_in_bytes, TEMPORARY_BYTES.get(program, 0)
+    assert got <= want * ALLOWANCE, (
+        f"{program} takes {got:,} temporary bytes; {want:,} were recorded with {RECORDED_WITH}."
+    )
