@@ -20,7 +20,13 @@ COLLECTIVES = re.compile(
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [("heads", "auto"), ("heads", "explicit"), ("latent", "auto"), ("replicated", "explicit")],
+    [
+        ("heads", "auto"),
+        ("latent", "explicit"),
+        pytest.param("heads", "explicit", marks=pytest.mark.full),
+        pytest.param("latent", "auto", marks=pytest.mark.full),
+        pytest.param("replicated", "explicit", marks=pytest.mark.full),
+    ],
 )
 def test_a_compiled_step_moves_nothing_between_devices(kind: str, mode: str) -> None:
     spec, _, replicas = KINDS[kind]

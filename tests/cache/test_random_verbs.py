@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -49,6 +50,9 @@ class Setting:
     rule: str
     masked: bool
 
+    def __str__(self) -> str:
+        return "-".join(str(x) for x in dataclasses.astuple(self))
+
     @property
     def spec(self) -> KVSpec:
         return SPECS[self.name][0]
@@ -64,21 +68,21 @@ class Setting:
 
 
 # (record, rule, whether there are a mask, a bias and a soft-cap too)
-KINDS = [
+USUAL = [
     ("gqa", "causal", False),
     ("gqa", "window", True),
-    ("gqa", "pinned", False),
     ("latent", "causal", True),
-    ("latent", "window", False),
-    ("shared", "causal", True),
     ("shared", "lookahead", False),
     ("middle", "causal", True),
 ]
-SETTINGS = [
-    Setting(name, layout, codec, rule, masked)
-    for layout, codec in itertools.product(LAYOUTS, CODECS)
-    for name, rule, masked in KINDS
-]
+
+
+def settings_of(kinds: Iterable[tuple[str, str, bool]]) -> list[Setting]:
+    return [
+        Setting(name, layout, codec, rule, masked)
+        for layout, codec in itertools.product(LAYOUTS, CODECS)
+        for name, rule, masked in kinds
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -274,11 +278,22 @@ class Verbs(RuleBasedStateMachine):
             np.testing.assert_array_equal(bits(plane), bits(before.records.planes[name])[rows])
 
 
-@pytest.mark.parametrize(
-    "setting", SETTINGS, ids=lambda s: "-".join(str(x) for x in dataclasses.astuple(s))
-)
-def test_random_verbs_equal_a_history(setting: Setting) -> None:
+def run(setting: Setting, examples: int) -> None:
     machine = type("VerbsOf", (Verbs,), {"setting": setting})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=10, stateful_step_count=12, print_blob=False)
+        machine,
+        settings=settings(max_examples=examples, stateful_step_count=12, print_blob=False),
     )
+
+
+@pytest.mark.parametrize("setting", settings_of(USUAL), ids=str)
+def test_random_verbs_equal_a_history(setting: Setting) -> None:
+    run(setting, examples=6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "setting", settings_of(itertools.product(SPECS, RULES, [False, True])), ids=str
+)
+def test_many_random_verbs_equal_a_history(setting: Setting) -> None:
+    run(setting, examples=40)

@@ -180,6 +180,7 @@ def test_vmap_over_caches_equals_a_loop() -> None:
         assert_same(jax.tree.map(lambda x, i=i: x[i], caches), after)
 
 
+@pytest.mark.full
 def test_vmap_of_grad_equals_a_loop() -> None:
     cache = jitted(fresh("gqa", B, S), *tokens(3, seed=5))[1]
     given = [tokens(2, seed=s) for s in (6, 7)]
