@@ -41,8 +41,8 @@ TEMPORARY_BYTES: dict[tuple[str, ...], int] = {
     ("train", "mqa", "v6e"): 6_280_394_336,
     ("train", "mla", "v5e"): 5_614_570_496,
     ("train", "mla", "v6e"): 5_577_909_440,
-    ("train narrow", "gqa", "v5e"): 4_967_424,
-    ("train narrow", "mla", "v5e"): 15_194_112,
+    ("train narrow", "gqa", "v5e"): 5_193_216,
+    ("train narrow", "mla", "v5e"): 9_693_184,
     ("gradient", "gqa", "v5e"): 8_454_029_824,
     ("gradient", "gqa", "v6e"): 9_954_304_832,
     # The largest of all records and lengths.
