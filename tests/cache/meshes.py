@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxkv.cache import KVSpec, LayerCache, Raw, create_layer
-from tests.cache.support import draw_tokens, normal, poisoned, scoring
+from tests.cache.support import SmallBlocks, draw_tokens, normal, poisoned, scoring
 
 B, S = 8, 12
 # record, query heads, and how often each KV head is stored on a mesh with tensor=4
@@ -37,7 +37,9 @@ def prefilled(kind: str, replicas: int = 1) -> LayerCache:
 
     @jax.jit
     def fill(key: Any, value: Any) -> LayerCache:
-        cache = poisoned(create_layer(spec, Raw(jnp.float32), B, S, replicas=replicas))
+        cache = poisoned(
+            create_layer(spec, Raw(jnp.float32), B, S, layout=SmallBlocks(), replicas=replicas)
+        )
         opened = cache.open(7, jnp.arange(B, dtype=jnp.int32))
         return opened.write(*opened.replicated(key, value)).close()
 

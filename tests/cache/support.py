@@ -32,6 +32,14 @@ RULES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class SmallBlocks(Contiguous):
+    """Reads 4 slots at a time, so that small caches have several blocks and a ragged last one."""
+
+    def tile(self, slots: int, want: int) -> int:
+        return min(slots, want, 4)
+
+
+@dataclasses.dataclass(frozen=True)
 class Kept:
     """What a layout promises, in plain numbers: how many tokens fit, and which rollbacks go."""
 
@@ -42,7 +50,7 @@ class Kept:
 
 # A further layout or codec joins the tests here.
 LAYOUTS = {
-    "contiguous": Kept(Contiguous(), lambda held, slots: slots - held, lambda held, n: n > held),
+    "contiguous": Kept(SmallBlocks(), lambda held, slots: slots - held, lambda held, n: n > held),
 }
 CODECS: dict[str, Codec] = {"float32": Raw(jnp.float32)}
 

@@ -18,7 +18,7 @@ from jaxkv.cache import (
     gather_layers,
     register_export,
 )
-from tests.cache.support import SPECS, bits, draw_tokens, fresh, scoring
+from tests.cache.support import SPECS, bits, draw_tokens, scoring
 
 S = 12
 
@@ -64,9 +64,9 @@ def test_jax_17_an_exported_step_serves_any_batch_in_place() -> None:
 
 
 def test_an_open_step_and_a_lone_layer_can_be_exported() -> None:
-    opened = export.export(jax.jit(lambda cache: cache.open(2)))(fresh("shared", lanes=128))
+    cache = create_layer(SPECS["shared"][0], Raw(jnp.float32), 2, S, lanes=128)
+    opened = export.export(jax.jit(lambda cache: cache.open(2)))(cache)
     loaded = export.deserialize(opened.serialize())
-    cache = fresh("shared", lanes=128)
     got, want = loaded.call(cache), cache.open(2)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert got.layout == Contiguous() and got.records.lanes == 128

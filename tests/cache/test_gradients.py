@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import KVSpec, LayerCache, Raw, Scoring, create_layer
-from tests.cache.support import RULES, SPECS, draw_tokens, normal, poisoned, scoring, values_of
+from tests.cache.support import (
+    RULES,
+    SPECS,
+    SmallBlocks,
+    draw_tokens,
+    normal,
+    poisoned,
+    scoring,
+    values_of,
+)
 from tests.support import dense
 from tests.support.tolerances import assert_close, tolerance
 
@@ -139,7 +148,9 @@ def shared_summed(spec: KVSpec, grad: Any) -> np.ndarray:
 @functools.cache
 def gradients(name: str, rule: str, extras: bool) -> Any:
     how = scoring(SPECS[name][0], RULES[rule], soft_cap=4.0 if extras else None)
-    cache = poisoned(create_layer(SPECS[name][0], Raw(jnp.float32), B, CAPACITY))
+    cache = poisoned(
+        create_layer(SPECS[name][0], Raw(jnp.float32), B, CAPACITY, layout=SmallBlocks())
+    )
     run = jax.jit(jax.value_and_grad(functools.partial(loss, name, how)))
     return how, run, cache
 
@@ -192,7 +203,7 @@ def test_gradients_in_half_precision(stored: Any) -> None:
     name, arrays = "gqa", inputs("gqa", False)
     how = scoring(SPECS[name][0])
     half = {operand: jnp.asarray(array, stored) for operand, array in arrays.items()}
-    cache = poisoned(create_layer(SPECS[name][0], Raw(stored), B, CAPACITY))
+    cache = poisoned(create_layer(SPECS[name][0], Raw(stored), B, CAPACITY, layout=SmallBlocks()))
     got = jax.jit(jax.grad(functools.partial(loss, name, how)))(half, cache)
     want = wanted(name, how, {operand: np.asarray(x, np.float32) for operand, x in half.items()})
     for operand, grad in got.items():

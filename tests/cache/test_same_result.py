@@ -114,15 +114,15 @@ def test_zer_01_an_empty_row_beside_a_filled_one() -> None:
 
 
 def test_chk_03_later_tokens_of_a_chunk_do_not_reach_earlier_ones() -> None:
-    # A block of the read loop holds at least 64 slots: the history ends beside and on its edge.
+    # A block of the read loop holds 4 slots here: the history ends beside and on its edge.
     spec, heads = SPECS["gqa"]
     rng = np.random.default_rng(0)
-    prefix, chunk = (draw_tokens(rng, spec, heads, 2, n) for n in (65, 5))
+    prefix, chunk = (draw_tokens(rng, spec, heads, 2, n) for n in (9, 5))
     other = [np.concatenate([x[:, :1], rng.normal(size=x[:, 1:].shape)], axis=1) for x in chunk]
     other = [x.astype(np.float32) for x in other]
-    for history in (63, 64, 65):
-        cache = fresh("gqa", 2, 256)
-        _, _, cache = fed(scoring(spec), cache, prefix, 0, history, width=65)
+    for history in (7, 8, 9):
+        cache = fresh("gqa", 2, 16)
+        _, _, cache = fed(scoring(spec), cache, prefix, 0, history, width=9)
         out, lse, _ = fed(scoring(spec), cache, chunk, width=5)
         changed, changed_lse, _ = fed(scoring(spec), cache, other, width=5)
         np.testing.assert_array_equal(out[:, 0], changed[:, 0])
