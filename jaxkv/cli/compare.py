@@ -38,7 +38,7 @@ def compare(
     import jax
 
     from jaxkv.cli import compare_report as report
-    from jaxkv.cli.comparison import compare_variant
+    from jaxkv.cli.comparison import compare_variant, write_sample
     from jaxkv.cli.numerics import compute_numerics
     from jaxkv.cli.variants import SIZES, VARIANTS, pick
 
@@ -54,7 +54,7 @@ def compare(
         sized = dataclasses.replace(sized, steps=steps)
     numerics = compute_numerics(dtype)
     output.mkdir(parents=True, exist_ok=True)
-    console, start, results = Console(), time.perf_counter(), []
+    console, start, results, models = Console(), time.perf_counter(), [], []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         tasks = {v: progress.add_task(v.upper(), total=1.0, what="waiting") for v in names}
@@ -63,12 +63,15 @@ def compare(
             def show(what: str, share: float, task: object = tasks[name]) -> None:
                 progress.update(task, completed=share, what=what)  # type: ignore[arg-type]
 
-            results.append(compare_variant(name, sized, text, seeds, numerics, show))
+            model, result = compare_variant(name, sized, text, seeds, numerics, show)
+            models.append(model)
+            results.append(result)
     console.print(report.table(results))
     console.print(report.ONE_SEED if seeds == 1 else f"± is the deviation over {seeds} seeds.")
-    best = min(results, key=lambda r: r.cache_bytes_per_token)
-    console.print(f"\nA sample of {best.variant.upper()}'s text:", style="bold")
-    console.print(best.sample, markup=False, highlight=False)
+    smallest = min(range(len(results)), key=lambda i: results[i].cache_bytes_per_token)
+    sample = write_sample(models[smallest])
+    console.print(f"\nA sample of {names[smallest].upper()}'s text:", style="bold")
+    console.print(sample, markup=False, highlight=False)
     real = report.real_rows()
     console.print(report.real_table(real))
     facts = {
@@ -77,6 +80,7 @@ def compare(
         "dtype": str(jax.numpy.dtype(numerics.dtype)),
         "size": dataclasses.asdict(sized),
         "seeds": seeds,
+        "sample": {"variant": names[smallest], "text": sample},
         "seconds": time.perf_counter() - start,
     }
     (output / "compare.json").write_text(

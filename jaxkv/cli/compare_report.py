@@ -20,8 +20,8 @@ from jaxkv.models.presets import load_geometry
 TITLE = "Same parameters, data order and tokens; only the attention differs"
 KEY = (
     "params: all parameters. loss: validation, nats per byte. B/token: cache bytes, measured on "
-    "live arrays. tok/s: decoded from the cache, all rows together. gap: largest difference of "
-    "cached and uncached logits."
+    "live arrays. tok/s: decode steps from the cache, all rows together. gap: largest difference "
+    "of cached and uncached logits."
 )
 REAL_MODELS = ("gpt3-175b", "gpt2-xl", "llama2-70b", "llama3-8b", "deepseek-v3")
 ONE_SEED = (

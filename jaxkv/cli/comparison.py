@@ -22,14 +22,15 @@ from jaxkv.cli.variants import (
 )
 from jaxkv.core.numerics import Numerics
 from jaxkv.generation import Sampling, generate
-from jaxkv.generation.timing import decode_rate, largest_cached_gap
+from jaxkv.generation.timing import measure_decoding
 from jaxkv.models.decoder import Decoder
 from jaxkv.training import TextData, TrainConfig, train
 
 BATCHES = (1, 8)
 PROMPT = "MACBETH:\n"
-GAP_TOKENS, GAP_PREFILL = 192, 128
+TRAINING_SHARE = 0.75  # of the work on a variant, for the progress shown
 SAMPLE_TOKENS = 240
+SAMPLING = Sampling(0.8, min_p=0.05)
 
 
 @dataclasses.dataclass
@@ -45,7 +46,6 @@ class Result:
       cache_bytes_per_token: Bytes of a live cache's records over its slots.
       rates: Batch -> decoded tokens per second.
       gap: Largest difference between cached and uncached logits.
-      sample: Text drawn from the first seed's model.
     """
 
     variant: str
@@ -56,7 +56,6 @@ class Result:
     cache_bytes_per_token: float
     rates: dict[int, float]
     gap: float
-    sample: str
 
     @property
     def loss(self) -> float:
@@ -75,8 +74,8 @@ Report = Callable[[str, float], None]
 
 def compare_variant(
     variant: str, size: Size, text: Path | None, seeds: int, numerics: Numerics, report: Report
-) -> Result:
-    """Trains one variant with every seed and measures the first one's cache."""
+) -> tuple[Decoder, Result]:
+    """Trains one variant with every seed and measures the first one, which is given back too."""
     base = next(iter(VARIANTS))
     target = count_parameters(make_decoder(base, size))
     width = default_mlp(size) if variant == base else matched_mlp(variant, size, target)
@@ -90,13 +89,20 @@ def compare_variant(
         losses.append(loss)
         curves.append(curve)
     assert first is not None
-    return Result(
-        variant,
-        width,
-        count_parameters(first),
-        losses,
-        curves[0],
-        *_measure(first, data, size, report),
+    tokens = np.asarray(data.parts["validation"][: size.live], np.int32)
+    cache = first.init_cache(1, size.live)
+    per_token = sum(tree_bytes(layer.planes) for layer in cache.layers) / size.live
+    measured = measure_decoding(
+        first,
+        tokens,
+        batches=BATCHES,
+        steps=size.timed,
+        report=lambda what: report(what, TRAINING_SHARE),
+    )
+    report("done", 1.0)
+    total = count_parameters(first)
+    return first, Result(
+        variant, width, total, losses, curves[0], per_token, measured.rates, measured.gap
     )
 
 
@@ -114,7 +120,7 @@ def _train(
         if "loss" in metrics:
             curve.append((metrics["step"], metrics["loss"]))
             done = share[0] + share[1] * metrics["step"] / size.steps
-            report(f"training, loss {metrics['loss']:.3f}", 0.75 * done)
+            report(f"training, loss {metrics['loss']:.3f}", TRAINING_SHARE * done)
 
     config = TrainConfig(
         steps=size.steps,
@@ -129,23 +135,9 @@ def _train(
     return result.model, result.validation_loss, curve
 
 
-def _measure(
-    model: Decoder, data: TextData, size: Size, report: Report
-) -> tuple[float, dict[int, float], float, str]:
-    tokens = np.asarray(data.parts["validation"][: size.live], np.int32)
-    report("comparing cached with uncached logits", 0.78)
-    gap = largest_cached_gap(model, tokens[:GAP_TOKENS], prefill=GAP_PREFILL)
-    cache = model.init_cache(1, size.live)
-    per_token = sum(tree_bytes(layer.planes) for layer in cache.layers) / size.live
-    rates = {}
-    for number, batch in enumerate(BATCHES):
-        report(f"timing decode, batch {batch}", 0.82 + 0.06 * number)
-        rates[batch] = decode_rate(model, tokens, batch=batch, steps=size.timed)
-    report("writing a sample", 0.95)
-    prompt = list(PROMPT.encode())
+def write_sample(model: Decoder) -> str:
+    """Draws a text from a trained model."""
     drawn = generate(
-        model, [prompt], max_new_tokens=SAMPLE_TOKENS, sampling=Sampling(0.8, top_p=0.95)
+        model, [list(PROMPT.encode())], max_new_tokens=SAMPLE_TOKENS, sampling=SAMPLING
     )
-    sample = PROMPT + bytes(drawn.rows()[0]).decode("utf-8", "replace")
-    report("done", 1.0)
-    return per_token, rates, gap, sample
+    return PROMPT + bytes(drawn.rows()[0]).decode("utf-8", "replace")

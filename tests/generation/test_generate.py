@@ -12,7 +12,7 @@ from flax import nnx
 import jaxkv
 from jaxkv.generation import Sampling, generate
 from jaxkv.generation import loop as generate_loop
-from jaxkv.generation.timing import decode_rate, largest_cached_gap
+from jaxkv.generation.timing import measure_decoding
 
 VOCAB = 61
 NEW = 8
@@ -156,5 +156,8 @@ def test_prompts_that_do_not_fit_are_named() -> None:
 
 def test_timing_helpers_measure_something_real() -> None:
     tokens = np.arange(20, dtype=np.int32)
-    assert decode_rate(model(), tokens, batch=2, steps=4, repeats=1) > 0
-    assert largest_cached_gap(model(), tokens, prefill=8) < 1e-5
+    measured = measure_decoding(model(), tokens, batches=(1, 2), steps=10, repeats=1)
+    assert 0 <= measured.gap < 1e-5
+    assert set(measured.rates) == {1, 2} and min(measured.rates.values()) > 0
+    with pytest.raises(ValueError, match="20 tokens in loops of 6 steps"):
+        measure_decoding(model(), tokens, steps=6)
