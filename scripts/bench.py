@@ -31,6 +31,8 @@ import jaxkv
 from jaxkv.cache import KVSpec, Raw, Scoring, create_layer
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
+# Worker threads spin for a while when a run is over, which is not the next run's CPU time.
+SETTLE = 0.02
 Step = Callable[[], Any]
 
 
@@ -58,6 +60,7 @@ def measure(case: Case, repeats: int) -> tuple[float, float]:
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for step, log in zip(steps, times, strict=True):
+            time.sleep(SETTLE)
             start = clock()
             jax.block_until_ready(step())
             log.append((clock() - start) * 1e3)
