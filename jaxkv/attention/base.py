@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxkv.attention.options import ScoreOptions
+from jaxkv.attention.options import ScoreOptions, written_out
 from jaxkv.attention.placement import default_lanes, kv_replicas
 from jaxkv.attention.tokens import (
     Tokens,
@@ -28,6 +28,7 @@ from jaxkv.cache.layer_cache import LayerCache, Scoring, create_layer
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
+from jaxkv.core.trees import check_arrays, check_sizes
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops.api import attention
 
@@ -50,6 +51,8 @@ class Attention(nnx.Module):
     `attend_cached`.
     """
 
+    # Whether it attends to a context instead of its own tokens.
+    reads_context: ClassVar[bool] = False
     spec: KVSpec
     in_features: int
     num_heads: int
@@ -60,6 +63,11 @@ class Attention(nnx.Module):
     numerics: Numerics
     sink_logits: nnx.Param | None
     out: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Shows the constructor's arguments, which the metaclass hides, in `help` and editors."""
+        super().__init_subclass__(**options)
+        cls.__signature__ = written_out(cls.__init__)
 
     def project(
         self, x: jax.Array, positions: jax.Array
@@ -115,9 +123,13 @@ class Attention(nnx.Module):
             not fit the cache.
         """
         self._check_input(x)
+        check_arrays(mask=mask, bias=bias)
         if context is not None or context_lengths is not None:
             raise ValueError(f"{type(self).__name__} takes no context: CrossAttention does.")
         B, T, _ = x.shape
+        check_token_arguments(B, T, positions, segment_ids, lengths)
+        if positions is not None and self.rotary is None:
+            raise ValueError("positions are for the rotation: build with rotary=Rotary().")
         key = self._dropout_key(deterministic, rngs, cached=cache is not None)
         x = self.numerics.compute(x)
         if cache is None:
@@ -125,7 +137,6 @@ class Attention(nnx.Module):
             query, k, v = self.project(emptied(x, tokens), tokens.positions)
             out = self.attend(query, k, v, Call(tokens, mask, bias, key))
             return self._output(out), None
-        check_token_arguments(B, T, positions, segment_ids, lengths)
         self.check_cache(cache, B)
         opened, plan = self._opened(cache, T, lengths, segment_ids)
         tokens = cached_tokens(plan, T, positions)
@@ -224,6 +235,7 @@ class Attention(nnx.Module):
         Raises:
           ValueError: If a size is not positive, or keys rotated this way cannot be cached.
         """
+        check_sizes(capacity=capacity, lanes=lanes)
         if self.rotary is not None:
             self.rotary.check_cacheable()
         dtype = self.numerics.dtype if self.numerics.dtype is not None else jnp.float32
@@ -235,6 +247,7 @@ class Attention(nnx.Module):
             layout=layout,
             lanes=default_lanes() if lanes is None else lanes,
             replicas=kv_replicas(self.num_heads, self.spec.kv_heads, type(self).__name__),
+            context=self.reads_context,
         )
 
     def check_cache(self, cache: LayerCache, batch: int) -> None:
@@ -245,6 +258,7 @@ class Attention(nnx.Module):
         """
         if not isinstance(cache, LayerCache):
             raise ValueError(f"cache is a {type(cache).__name__}: want a LayerCache of init_cache.")
+        cache.check_alive()
         want = self.spec.replicated(cache.replicas)
         if cache.records.spec != want:
             raise ValueError(
@@ -287,5 +301,8 @@ class Attention(nnx.Module):
         return rngs.dropout()
 
     def _check_input(self, x: jax.Array) -> None:
+        check_arrays(x=x)
         if x.ndim != 3 or x.shape[-1] != self.in_features:
             raise ValueError(f"x {x.shape}: want [B, T, {self.in_features}].")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"x is {x.dtype}: want a float dtype.")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxkv.attention.options import HeadOptions
 from jaxkv.attention.tokens import uncached_tokens
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.core.positions import orders
-from jaxkv.core.trees import is_known
+from jaxkv.core.trees import check_arrays, check_sizes, is_known
 from jaxkv.ops.api import attention, check_lengths
 from jaxkv.ops.merge import add_sink
 
@@ -49,6 +49,8 @@ class CrossAttention(HeadAttention):
     ((1, 1, 64), [10])
     """
 
+    reads_context: ClassVar[bool] = True
+
     def __init__(
         self,
         in_features: int,
@@ -64,6 +66,7 @@ class CrossAttention(HeadAttention):
                     f"{name}={options.get(name)}: queries and context are two sequences, so "
                     "cross-attention has no causal rule, window or rotation."
                 )
+        check_sizes(context_features=context_features)
         self.context_features = in_features if context_features is None else context_features
         super().__init__(
             in_features,
@@ -117,6 +120,7 @@ class CrossAttention(HeadAttention):
         dropped, and `cache.overflowed` is set for both.
         """
         self._check_input(x)
+        check_arrays(context=context, mask=mask, bias=bias)
         B, T, _ = x.shape
         if positions is not None:
             raise ValueError("positions: cross-attention has no rotation that they are for.")

@@ -14,6 +14,7 @@ from jaxkv.attention.options import HeadOptions, ScoreOptions, check_options
 from jaxkv.attention.projection import BIAS_INIT, KERNEL_INIT, Projection, parameter
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import Numerics
+from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
 
 
@@ -36,11 +37,13 @@ class HeadAttention(Attention):
         in_features: int,
         num_heads: int,
         num_kv_heads: int,
+        /,
         *,
         context_features: int | None = None,
         **options: Unpack[HeadOptions],
     ) -> None:
         check_options(options)
+        check_sizes(in_features=in_features, num_heads=num_heads, context_features=context_features)
         check_heads(num_heads, num_kv_heads)
         given = options.get
         head_dim = given("head_dim") or default_head_dim(in_features, num_heads)
@@ -126,7 +129,8 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
     Raises:
       ValueError: Naming both numbers.
     """
-    if not 1 <= num_kv_heads <= num_heads or num_heads % num_kv_heads:
+    whole = isinstance(num_kv_heads, int)
+    if not whole or not 1 <= num_kv_heads <= num_heads or num_heads % num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads cannot share {num_kv_heads} KV heads: want a divisor of "
             f"{num_heads}."

@@ -23,6 +23,7 @@ from jaxkv.attention.projection import BIAS_INIT, KERNEL_INIT, Projection, param
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import Numerics
+from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops.api import attention
 
@@ -86,6 +87,13 @@ class MultiHeadLatentAttention(Attention):
         check_options(options)
         given = options.get
         latent = latent if latent is not None else LatentOptions()
+        check_sizes(
+            in_features=in_features,
+            num_heads=num_heads,
+            latent_dim=latent.latent_dim,
+            rope_dim=latent.rope_dim,
+            query_latent_dim=latent.query_latent_dim,
+        )
         head_dim = given("head_dim") or default_head_dim(in_features, num_heads)
         value_dim = given("value_dim") or head_dim
         C, R = latent.latent_dim or 4 * head_dim, latent.rope_dim or max(2, head_dim // 4 * 2)

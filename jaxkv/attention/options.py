@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_type_hints
 
 from flax import nnx
 
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
+from jaxkv.core.trees import check_sizes
 
 Initializer = Callable[..., Any]
 UseBias = bool | Literal["qkv"]
@@ -49,14 +51,22 @@ class ScoreOptions:
 
 
 class HeadOptions(TypedDict, total=False):
-    """Keyword arguments that multi-head, multi-query and grouped-query attention share.
+    """Keyword arguments that all attention modules share.
 
-    head_dim: H, default `in_features // num_heads`. value_dim: V, default H. out_features: width
-    of the result, default `in_features`. causal: hide later tokens, default True. window: W keys,
-    self included, or (left, right). rotary: `Rotary`, or None for no rotation. score:
-    `ScoreOptions`. use_bias: True for all projections, "qkv" for all but the output's.
-    dropout_rate: of attention weights in training. numerics: `Numerics`. kernel_init, bias_init:
-    called on 2-D kernels, so any initialiser sees the right fan-in. rngs: `nnx.Rngs`, required.
+    Attributes:
+      head_dim: H, default `in_features // num_heads`.
+      value_dim: V, default H.
+      out_features: Width of the result, default `in_features`.
+      causal: Hide later tokens, default True.
+      window: W keys, self included, or (left, right); default all.
+      rotary: `Rotary()`, or None (the default) for no rotation.
+      score: `ScoreOptions`.
+      use_bias: True for all projections, "qkv" for all but the output's; default False.
+      dropout_rate: Of attention weights in training, default 0.
+      numerics: `Numerics`.
+      kernel_init: Called on 2-D kernels, so any initialiser sees the right fan-in.
+      bias_init: Likewise for biases.
+      rngs: `nnx.Rngs`, required.
     """
 
     head_dim: int | None
@@ -74,6 +84,39 @@ class HeadOptions(TypedDict, total=False):
     rngs: nnx.Rngs
 
 
+# Of the options that have one other than None.
+DEFAULTS = {
+    "causal": True,
+    "score": ScoreOptions(),
+    "use_bias": False,
+    "dropout_rate": 0.0,
+    "numerics": Numerics(),
+}
+
+
+def written_out(init: Callable[..., None]) -> inspect.Signature:
+    """Gives a constructor's signature without `self` and with `HeadOptions` argument by argument.
+
+    >>> def __init__(self, num_heads, **options): ...
+    >>> str(written_out(__init__))[:45]
+    '(num_heads, *, head_dim: int | None = None, v'
+    """
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    own = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    if len(own) == len(parameters):
+        return inspect.Signature(own)
+    shared = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=kind,
+            default=inspect.Parameter.empty if name == "rngs" else DEFAULTS.get(name),
+        )
+        for name, kind in get_type_hints(HeadOptions).items()
+    ]
+    return inspect.Signature([*own, *shared])
+
+
 KINDS = {"rotary": Rotary, "score": ScoreOptions, "numerics": Numerics, "rngs": nnx.Rngs}
 
 
@@ -87,6 +130,7 @@ def check_options(options: HeadOptions) -> None:
         raise ValueError(
             f"unknown options {unknown}: want of {sorted(HeadOptions.__annotations__)}."
         )
+    check_sizes(**{name: options.get(name) for name in ("head_dim", "value_dim", "out_features")})
     for name, kind in KINDS.items():
         value = options.get(name)
         if value is not None and not isinstance(value, kind):

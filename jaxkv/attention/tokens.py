@@ -15,6 +15,7 @@ from jaxkv.core.positions import (
     segments_from_lengths,
     take_tokens,
 )
+from jaxkv.core.trees import check_arrays
 from jaxkv.ops.api import check_lengths
 
 
@@ -101,11 +102,14 @@ def check_token_arguments(
     Raises:
       ValueError: Naming the argument, what was passed and what fits.
     """
+    check_arrays(positions=positions, segment_ids=segment_ids)
     for name, x in (("positions", positions), ("segment_ids", segment_ids)):
         if x is None:
             continue
         fits = x.ndim == 2 and x.shape[0] in (1, batch) and x.shape[1] == length
         if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} {x.dtype}{x.shape}: want int32 ({batch}, {length}).")
+            raise ValueError(
+                f"{name} {x.dtype}{x.shape}: want int32 ({batch}, {length}) or (1, {length})."
+            )
     if lengths is not None:
         check_lengths("lengths", lengths, length, batch)

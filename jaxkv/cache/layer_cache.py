@@ -38,9 +38,12 @@ class Scoring:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LayerCache(Verbs):
     """Records of one layer with the index of its rows, and the open plan of a step.
+
+    `context` marks one that holds a context (of cross-attention): a model's steps read it and
+    never extend it.
 
     Donate it: `jax.jit(step, donate_argnums=...)` writes it in place, and the one that was
     passed in is gone.
@@ -51,6 +54,7 @@ class LayerCache(Verbs):
     plan: Plan | None
     layout: Layout = static()
     replicas: int = static()
+    context: bool = static()
 
     def _parts(self) -> Any:
         return (self.layout,), (self.index,), (self.records,), (0,)
@@ -323,6 +327,7 @@ def create_layer(
     layout: Layout | None = None,
     lanes: int = 1,
     replicas: int = 1,
+    context: bool = False,
 ) -> LayerCache:
     """Allocates an empty cache for one layer.
 
@@ -334,6 +339,7 @@ def create_layer(
       layout: Where tokens go; default contiguous.
       lanes: Minor widths are padded to a multiple of this.
       replicas: How many times each KV head is stored.
+      context: The cache holds a context, which a model's steps do not extend.
 
     Returns:
       The cache.
@@ -346,7 +352,7 @@ def create_layer(
     layout = layout if layout is not None else Contiguous()
     entries, slots = layout.storage(batch, capacity)
     records = create_records(spec.replicated(replicas), codec, entries, slots, lanes)
-    return LayerCache(layout.create(batch, capacity), records, None, layout, replicas)
+    return LayerCache(layout.create(batch, capacity), records, None, layout, replicas, context)
 
 
 def _joined(

@@ -18,9 +18,12 @@ from jaxkv.core.trees import static
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ModelCache(Verbs):
     """Records of every layer, with one index per group of layers alike in layout and size.
+
+    The first `steps` groups hold the model's tokens; the others a context, which the model's
+    steps read and never extend.
 
     Donate it: `jax.jit(step, donate_argnums=...)` writes it in place, and the one that was
     passed in is gone.
@@ -32,9 +35,13 @@ class ModelCache(Verbs):
     layouts: tuple[Layout, ...] = static()
     groups: tuple[int, ...] = static()
     replicas: tuple[int, ...] = static()
+    steps: int = static()
 
     def _parts(self) -> Any:
         return self.layouts, self.indices, self.layers, self.groups
+
+    def _extended(self) -> int:
+        return self.steps
 
     def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> ModelCache:
         return dataclasses.replace(self, indices=indices, layers=layers)
@@ -49,21 +56,27 @@ class ModelCache(Verbs):
     def layer(self, number: int) -> LayerCache:
         """Hands out one layer with its group's index and plan."""
         group = self.groups[number]
+        context = group >= self.steps
         return LayerCache(
             self.indices[group],
             self.layers[number],
-            None if self.plans is None else self.plans[group],
+            None if self.plans is None or context else self.plans[group],
             self.layouts[group],
             self.replicas[number],
+            context,
         )
 
     def close(self, layers: Sequence[LayerCache]) -> ModelCache:
         """Ends the step: takes the layers' records back, and the indices move on."""
         if self.plans is None:
             raise ValueError("this cache has no open step: call cache.open(T, lengths) first.")
+        # Every layer of a group stored the same context, so any of their indices is the group's.
+        contexts = [
+            layers[self.groups.index(g)].index for g in range(self.steps, len(self.indices))
+        ]
         return dataclasses.replace(
             self,
-            indices=tuple(p.after for p in self.plans),
+            indices=(*(p.after for p in self.plans), *contexts),
             layers=tuple(layer.records for layer in layers),
             plans=None,
         )
@@ -71,13 +84,19 @@ class ModelCache(Verbs):
 
 def gather_layers(layers: Sequence[LayerCache]) -> ModelCache:
     """Joins fresh layer caches into a model's; layers alike in layout and size share an index."""
-    keys = [(layer.layout, layer.records.slots, layer.lengths.shape) for layer in layers]
-    kinds = list(dict.fromkeys(keys))
+    keys = [
+        (layer.context, layer.layout, layer.records.slots, layer.lengths.shape) for layer in layers
+    ]
+    kinds = sorted(dict.fromkeys(keys), key=lambda key: key[0])
+    steps = sum(not key[0] for key in kinds)
+    if layers and not steps:
+        raise ValueError("every layer holds a context: want one that holds the model's tokens.")
     return ModelCache(
         tuple(layers[keys.index(k)].index for k in kinds),
         tuple(layer.records for layer in layers),
         None,
-        tuple(k[0] for k in kinds),
+        tuple(k[1] for k in kinds),
         tuple(kinds.index(k) for k in keys),
         tuple(layer.replicas for layer in layers),
+        steps,
     )

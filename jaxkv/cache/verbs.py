@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.cache.codecs import Codec
@@ -16,6 +17,7 @@ from jaxkv.cache.index import Index, Layout, flagged, raise_if, take_rows, unfla
 from jaxkv.cache.plans import Group
 from jaxkv.cache.records import Records, bytes_per_token, converted, physical_bytes, tree_bytes
 from jaxkv.core.sharding import Rules, local, named
+from jaxkv.core.trees import check_arrays, is_known
 
 
 class Verbs:
@@ -31,10 +33,52 @@ class Verbs:
     def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> Self:
         raise NotImplementedError
 
+    def _extended(self) -> int:
+        """How many groups a step extends; they come first."""
+        return 1
+
     def _groups(self) -> tuple[Group, ...]:
+        """Gives the groups that a step extends."""
         layouts, indices, layers, groups = self._parts()
-        slots = [layers[groups.index(g)].slots for g in range(len(layouts))]
-        return tuple(Group(*parts) for parts in zip(layouts, indices, slots, strict=True))
+        return tuple(
+            Group(layouts[g], indices[g], layers[groups.index(g)].slots)
+            for g in range(self._extended())
+        )
+
+    def _own(self) -> list[Records]:
+        """Gives the layers that a step extends."""
+        _, _, layers, groups = self._parts()
+        return [r for r, group in zip(layers, groups, strict=True) if group < self._extended()]
+
+    def __repr__(self) -> str:
+        """Names the cache in a line: the arrays themselves are long."""
+        layouts, indices, layers, _ = self._parts()
+        name, lengths = type(self).__name__, indices[0].lengths
+        if not all(hasattr(x, "shape") for x in jax.tree.leaves(self)):
+            return f"{name}(a tree like that of a cache, of {len(layers)} layers)"
+        rows, stored = lengths.shape[0], sorted({str(r.codec) for r in layers})
+        held = "unknown"
+        if is_known(lengths) and isinstance(lengths, jax.Array) and not lengths.is_deleted():
+            held = np.asarray(lengths).tolist()
+            held = held if rows <= 8 else f"{min(held)} to {max(held)}"
+        return (
+            f"{name}(rows={rows}, lengths={held}, capacity={self.capacity}, layers={len(layers)}, "
+            f"bytes_per_token={self.bytes_per_token}, layout={', '.join(map(str, layouts))}, "
+            f"codec={', '.join(stored)})"
+        )
+
+    def check_alive(self) -> None:
+        """Checks that this cache was not donated to an earlier call.
+
+        Raises:
+          ValueError: If it was, since its arrays are gone.
+        """
+        arrays = jax.tree.leaves(self)
+        if any(isinstance(x, jax.Array) and is_known(x) and x.is_deleted() for x in arrays):
+            raise ValueError(
+                "this cache was donated to an earlier call and is gone: go on with the one that "
+                "the call returned."
+            )
 
     @property
     def lengths(self) -> jax.Array:
@@ -53,8 +97,8 @@ class Verbs:
 
     @property
     def capacity(self) -> int:
-        """Slots that every row has in every layer, in tokens."""
-        return min(r.slots for r in self._parts()[2])
+        """Slots that every row has in every layer, in tokens; a context's are not counted."""
+        return min(r.slots for r in self._own())
 
     def rollback(self, count: jax.Array) -> Self:
         """Takes back the last tokens of each row.
@@ -71,9 +115,11 @@ class Verbs:
         """
         groups = self._groups()
         held = groups[0].index.lengths
-        count = jnp.asarray(count, jnp.int32)
-        if count.shape not in ((), held.shape):
-            raise ValueError(f"rollback count {count.shape}: want {held.shape}, or one for all.")
+        count = jnp.asarray(count)
+        if count.shape not in ((), held.shape) or not jnp.issubdtype(count.dtype, jnp.integer):
+            want = f"int32 {held.shape}, or one int for all"
+            raise ValueError(f"rollback count {count.dtype}{count.shape}: want {want}.")
+        count = count.astype(jnp.int32)
 
         def back(indices: tuple[Index, ...], count: jax.Array) -> tuple[tuple[Index, ...], Any]:
             def each(count: jax.Array) -> list[Index]:
@@ -93,13 +139,15 @@ class Verbs:
         count = jnp.broadcast_to(count, held.shape)
         new, refused = _by_rows(back)(indices, count)
         raise_if(refused, lambda: f"rollback of {count} tokens: rows hold {held}")
-        return self._rebuilt(new, self._parts()[2])
+        _, before, layers, _ = self._parts()
+        return self._rebuilt((*new, *before[len(new) :]), layers)
 
     def reset(self, rows: jax.Array | None = None) -> Self:
         """Empties rows and clears their flags; `rows` is bool `[B]`, default all."""
         layouts, indices, layers, _ = self._parts()
         if rows is None:
             rows = jnp.ones(indices[0].refused.shape, jnp.bool_)
+        check_arrays(rows=rows)
         if rows.shape != indices[0].refused.shape or rows.dtype != jnp.bool_:
             want = indices[0].refused.shape
             raise ValueError(f"reset rows {rows.dtype}{rows.shape}: want bool{want}.")
@@ -111,6 +159,7 @@ class Verbs:
 
     def reorder(self, rows: jax.Array) -> Self:
         """Makes row i what row `rows[i]` was (beams): int32 `[B]`; else as `fork`."""
+        check_arrays(rows=rows)
         if rows.shape != self.lengths.shape:
             raise ValueError(f"reorder rows {rows.shape}: want {self.lengths.shape}; else fork.")
         return self.fork(rows)
@@ -129,6 +178,7 @@ class Verbs:
         """
         layouts, indices, layers, groups = self._parts()
         batch = indices[0].lengths.shape[0]
+        check_arrays(rows=rows)
         if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
             raise ValueError(f"rows {rows.dtype}{rows.shape}: want int32 [R].")
         missing = (rows < 0) | (rows >= batch)
@@ -157,8 +207,8 @@ class Verbs:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token leaves in all layers, as specified, without padding."""
-        return sum(bytes_per_token(r.spec, r.codec) for r in self._parts()[2])
+        """Bytes that one token leaves in all layers, as specified, without padding or context."""
+        return sum(bytes_per_token(r.spec, r.codec) for r in self._own())
 
     @property
     def nbytes(self) -> int:

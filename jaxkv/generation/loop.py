@@ -90,6 +90,8 @@ def generate(
     stop_tokens: Sequence[int] | int = (),
     seed: int = 0,
     cache: ModelCache | None = None,
+    context: jax.Array | None = None,
+    context_lengths: jax.Array | None = None,
     on_tokens: OnTokens | None = None,
     stream_every: int = 8,
 ) -> Generation:
@@ -104,7 +106,9 @@ def generate(
       stop_tokens: A row ends with the first of these that it draws.
       seed: Of all draws. A row's draws depend on the seed and its row number alone.
       cache: Continues it (it is donated: use the one that comes back); default a fresh one that
-        fits prompts and new tokens.
+        fits prompts, new tokens and context.
+      context: `[B, S, Dc]`, what layers of cross-attention read, unless the cache holds one.
+      context_lengths: int32 `[B]`, how many of the S context tokens are real.
       on_tokens: Called about every `stream_every` tokens with a list that holds, for each row,
         the list of its newest tokens.
       stream_every: Tokens between two calls of `on_tokens`.
@@ -126,6 +130,8 @@ def generate(
         stop_tokens=stop_tokens,
         seed=seed,
         cache=cache,
+        context=context,
+        context_lengths=context_lengths,
     )
     shown = np.zeros(run.carry.counts.shape, np.int64)
     if on_tokens is not None:
@@ -154,6 +160,8 @@ class Run:
         stop_tokens: Sequence[int] | int = (),
         seed: int = 0,
         cache: ModelCache | None = None,
+        context: jax.Array | None = None,
+        context_lengths: jax.Array | None = None,
     ) -> None:
         tokens, lengths = _padded(prompts, lengths, model.vocab)
         B = tokens.shape[0]
@@ -165,14 +173,16 @@ class Run:
         if cache is None:
             # Rounded up like the prompts, so that few capacities compile anew.
             longest = int(np.max(np.asarray(lengths)))
-            cache = model.init_cache(B, _bucket(longest + max_new_tokens))
+            width = None if context is None else context.shape[1]
+            cache = model.init_cache(B, _bucket(longest + max_new_tokens), context_capacity=width)
         _check_fit(cache, np.asarray(lengths))
         self.how = _How(sampling if sampling is not None else Sampling(), tuple(stop_tokens))
         self.graph, state = nnx.split(model)
         self.state = nnx.as_pure(state)
         keys = jax.random.split(jax.random.key(seed), B)
         fresh = jnp.zeros((B, max_new_tokens), jnp.int32)
-        self.carry = _prefill(self.graph, self.how, self.state, tokens, lengths, cache, keys, fresh)
+        given = (tokens, lengths, context, context_lengths)
+        self.carry = _prefill(self.graph, self.how, self.state, given, cache, keys, fresh)
 
     def decode(self, steps: int) -> bool:
         """Runs up to `steps` decode steps; says whether it had any row to go on with."""
@@ -183,20 +193,26 @@ class Run:
         return bool(running)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 7))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 6))
 def _prefill(
     graph: Any,
     how: _How,
     state: Any,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    given: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None],
     cache: ModelCache,
     keys: jax.Array,
     fresh: jax.Array,
 ) -> _Carry:
     """Reads the prompts and draws each row's first token."""
     model = nnx.merge(graph, state)
-    x, cache = model.hidden(tokens, cache=cache, lengths=lengths)
+    tokens, lengths, context, context_lengths = given
+    x, cache = model.hidden(
+        tokens,
+        cache=cache,
+        lengths=lengths,
+        context=context,
+        context_lengths=context_lengths,
+    )
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     x = jnp.take_along_axis(x, last, axis=1)
     zeros = jnp.zeros_like(lengths)
@@ -282,6 +298,7 @@ def _bucket(length: int) -> int:
 
 
 def _check_fit(cache: ModelCache, counts: np.ndarray) -> None:
+    cache.check_alive()
     held = np.asarray(cache.lengths)
     if held.shape != counts.shape:
         raise ValueError(f"{counts.size} prompts for a cache of {held.size} rows: want the same.")

@@ -282,7 +282,8 @@ def _chip_notes(
     if weight_bytes is None:
         yield "The parameter count is not known, so the whole memory counts as free."
     elif parameters is not None and weight_bytes == WEIGHT_BYTES * parameters:
-        yield f"Weights are {parameters:,} parameters of {WEIGHT_BYTES} bytes, divided over tensor."
+        divided = f", divided over {tensor} devices" if tensor > 1 else ""
+        yield f"Weights are {parameters:,} parameters of {WEIGHT_BYTES} bytes{divided}."
     if weight_bytes is not None and weight_bytes > tensor * chip.device_bytes:
         yield (
             f"The weights alone ({format_bytes(weight_bytes)}) do not fit {tensor} of these "

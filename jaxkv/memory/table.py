@@ -34,7 +34,7 @@ def _layers(plan: Plan) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("layers", "kind", "record of a token"):
         table.add_column(column)
-    for column in ("bytes/token, one layer", "all such layers", "slots", "bytes/sequence"):
+    for column in ("B/token, each", "B/token, all", "slots", "sequence"):
         table.add_column(column, justify="right")
     for group in plan.groups:
         table.add_row(
@@ -64,7 +64,7 @@ def _record(group: Group) -> str:
         return "nothing" if group.layer.kind == "shared" else "a fixed state"
     shared = f" + {spec.shared_width} shared" if spec.shared_width else ""
     if spec.value_offset is not None:
-        return f"{spec.kv_heads} x {spec.key_width}{shared}, value inside (latent)"
+        return f"{spec.kv_heads} x {spec.key_width}{shared} (latent)"
     return f"{spec.kv_heads} x ({spec.key_width} + {spec.value_width}){shared}"
 
 

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
 from jaxkv.attention.base import Attention
-from jaxkv.attention.norm import RMSNorm
+from jaxkv.attention.options import written_out
 from jaxkv.attention.projection import Projection, parameter
 from jaxkv.attention.tokens import (
+    Tokens,
     cached_tokens,
     check_token_arguments,
     compacted,
@@ -27,58 +29,11 @@ from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache, gather_layers
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.sharding import out_sharding
+from jaxkv.core.trees import check_arrays, check_sizes, is_known
+from jaxkv.models.block import Block, Norm, dropped, norm_maker
 from jaxkv.models.mlp import MLP
-from jaxkv.models.norm import LayerNorm
 
 AttentionFactory = Callable[..., Attention]
-Norm = Literal["rms", "layer"]
-
-
-class Block(nnx.Module):
-    """One pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
-
-    Args:
-      features: D.
-      attention: The attention module.
-      mlp: The feed-forward module.
-      make_norm: Called as `make_norm()` for each of the two norms.
-      dropout_rate: Of both residual branches in training.
-    """
-
-    def __init__(
-        self,
-        attention: Attention,
-        mlp: MLP,
-        make_norm: Callable[[], nnx.Module],
-        dropout_rate: float,
-    ) -> None:
-        self.attention_norm, self.mlp_norm = make_norm(), make_norm()
-        self.attention, self.mlp = attention, mlp
-        self.dropout_rate = dropout_rate
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        cache: LayerCache | None = None,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Transforms `[B, T, D]`; dropout is on iff there is a key."""
-        keys: list[Any] = [None] * 3
-        if dropout_key is not None:
-            keys = list(jax.random.split(dropout_key, 3))
-        y, cache = self.attention(
-            self.attention_norm(x),
-            cache=cache,
-            positions=positions,
-            segment_ids=segment_ids,
-            deterministic=dropout_key is None,
-            rngs=None if keys[0] is None else nnx.Rngs(dropout=keys[0]),
-        )
-        x = x + _dropped(y, self.dropout_rate, keys[1])
-        return x + _dropped(self.mlp(self.mlp_norm(x)), self.dropout_rate, keys[2]), cache
 
 
 class Decoder(nnx.Module):
@@ -89,7 +44,8 @@ class Decoder(nnx.Module):
       features: D.
       num_layers: L.
       attention: A factory `(in_features, *, rngs) -> module`, usually
-        `functools.partial(GroupedQueryAttention, num_heads=8)`; or one for each layer.
+        `functools.partial(GroupedQueryAttention, num_heads=8)`; or one for each layer. Layers of
+        `CrossAttention` read the call's `context` (an image's or an encoder's features).
       mlp_features: Inner width of the MLP, default 4 D.
       activation: "silu", "gelu", "gelu_tanh" or "relu".
       gated: A gated MLP.
@@ -135,10 +91,13 @@ class Decoder(nnx.Module):
         numerics: Numerics | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        if min(vocab, features, num_layers) < 1:
-            raise ValueError(
-                f"vocab={vocab}, features={features}, num_layers={num_layers}: want >= 1."
-            )
+        check_sizes(
+            vocab=vocab,
+            features=features,
+            num_layers=num_layers,
+            mlp_features=mlp_features,
+            max_positions=max_positions,
+        )
         numerics = numerics if numerics is not None else Numerics()
         self.vocab, self.features, self.remat = vocab, features, remat
         self.dropout_rate, self.numerics, self.max_positions = dropout_rate, numerics, max_positions
@@ -186,6 +145,8 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        context: jax.Array | None = None,
+        context_lengths: jax.Array | None = None,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
@@ -197,6 +158,8 @@ class Decoder(nnx.Module):
           positions: int32 `[B|1, T]`, default from each row's (or document's) first token.
           segment_ids: int32 `[B, T]`; 0 is padding; without a cache also packs documents.
           lengths: int32 `[B]`, how many of the T tokens of each row are real.
+          context: `[B, S, Dc]` for layers of cross-attention; with a cache, once: it is kept.
+          context_lengths: int32 `[B]`, how many of the S context tokens are real.
           deterministic: False switches dropout on.
           rngs: Gives a `dropout` key when dropout is on.
 
@@ -212,6 +175,8 @@ class Decoder(nnx.Module):
             positions=positions,
             segment_ids=segment_ids,
             lengths=lengths,
+            context=context,
+            context_lengths=context_lengths,
             deterministic=deterministic,
             rngs=rngs,
         )
@@ -225,30 +190,41 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        context: jax.Array | None = None,
+        context_lengths: jax.Array | None = None,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> tuple[jax.Array, ModelCache | None]:
         """Computes the normalised last hidden states `[B, T, D]`; arguments as in the call."""
+        check_arrays(tokens=tokens)
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens {tokens.dtype}{tokens.shape}: want int32 [B, T].")
         B, T = tokens.shape
         check_token_arguments(B, T, positions, segment_ids, lengths)
+        if positions is not None and not self._uses_positions():
+            raise ValueError("positions: this model has neither rotation nor learned positions.")
+        given = self._given_context(context, context_lengths)
         key = self._dropout_key(deterministic, rngs, cache is not None)
         if cache is None:
             placed = uncached_tokens(B, T, positions, segment_ids, lengths)
-            x = self._embed(tokens, placed.positions, key)
+            told = {"segment_ids": placed.segments}
+            given |= told
+            x = self._embed(tokens, placed, key)
             for i, block in enumerate(self.blocks):
-                x, _ = self._run(block, x, None, placed.positions, placed.segments, key, i)
+                x, _ = self._run(
+                    block, x, placed.positions, told, given, None, self._layer_key(key, i)
+                )
             return self.norm(x), None
         self._check_cache(cache, B)
         opened = cache.open(T, lengths, segment_ids)
         assert opened.plans is not None
         plan = opened.plans[0]
         placed = cached_tokens(plan, T, positions)
-        x = self._embed(compacted(tokens, plan), placed.positions, None)
+        x = self._embed(compacted(tokens, plan), placed, None)
+        given["lengths"] = plan.count
         layers = []
         for i, block in enumerate(self.blocks):
-            x, layer = self._run(block, x, opened.layer(i), placed.positions, None, None, i)
+            x, layer = self._run(block, x, placed.positions, {}, given, opened.layer(i), None)
             layers.append(layer)
         return restored(self.norm(x), plan), opened.close(layers)
 
@@ -271,6 +247,7 @@ class Decoder(nnx.Module):
         batch: int,
         capacity: int,
         *,
+        context_capacity: int | None = None,
         layout: Layout | Sequence[Layout] | None = None,
         codec: Codec | Sequence[Codec] | None = None,
         lanes: int | None = None,
@@ -280,6 +257,7 @@ class Decoder(nnx.Module):
         Args:
           batch: B, rows.
           capacity: Slots of each row, in tokens.
+          context_capacity: The same for the context, if there are layers of cross-attention.
           layout: Where tokens go, one or one for each layer; default contiguous.
           codec: How records are stored, one or one for each layer; default the compute dtype.
           lanes: Minor widths are padded to a multiple of this; default 128 on TPU, else 1.
@@ -294,12 +272,23 @@ class Decoder(nnx.Module):
             raise ValueError(
                 f"capacity {capacity} is more than the {self.max_positions} learned positions."
             )
+        if (context_capacity is not None) != self._reads_context():
+            raise ValueError(
+                f"context_capacity={context_capacity}: want the slots of a context if, and only "
+                "if, the model has layers of CrossAttention."
+            )
         number = len(self.blocks)
         layouts = _per_layer(layout, number, "layouts")
         codecs = _per_layer(codec, number, "codecs")
         return gather_layers(
             [
-                block.attention.init_cache(batch, capacity, layout=lay, codec=cod, lanes=lanes)
+                block.attention.init_cache(
+                    batch,
+                    context_capacity or capacity if block.attention.reads_context else capacity,
+                    layout=lay,
+                    codec=cod,
+                    lanes=lanes,
+                )
                 for block, lay, cod in zip(self.blocks, layouts, codecs, strict=True)
             ]
         )
@@ -308,29 +297,46 @@ class Decoder(nnx.Module):
         self,
         block: Block,
         x: jax.Array,
-        cache: LayerCache | None,
         positions: jax.Array,
-        segments: jax.Array | None,
-        key: jax.Array | None,
-        number: int,
+        tokens: dict[str, Any],
+        context: dict[str, Any],
+        cache: LayerCache | None,
+        dropout_key: jax.Array | None,
     ) -> Any:
-        folded = self._layer_key(key, number)
+        def run(block: Block, x: jax.Array, *given: Any) -> Any:
+            names = ("positions", "tokens", "context", "cache", "dropout_key")
+            return block(x, **dict(zip(names, given, strict=True)))
 
-        def run(block: Block, x: jax.Array, cache: Any, positions: jax.Array) -> Any:
-            return block(
-                x, cache=cache, positions=positions, segment_ids=segments, dropout_key=folded
-            )
+        run = jax.checkpoint(run) if self.remat else run
+        return run(block, x, positions, tokens, context, cache, dropout_key)
 
-        return (jax.checkpoint(run) if self.remat else run)(block, x, cache, positions)
+    def _uses_positions(self) -> bool:
+        rotated = any(block.attention.rotary is not None for block in self.blocks)
+        return rotated or self.position_embedding is not None
+
+    def _reads_context(self) -> bool:
+        return any(block.attention.reads_context for block in self.blocks)
+
+    def _given_context(
+        self, context: jax.Array | None, lengths: jax.Array | None
+    ) -> dict[str, Any]:
+        if context is not None and not self._reads_context():
+            raise ValueError("context: no layer of this model is a CrossAttention that reads one.")
+        return dict(context=context, context_lengths=lengths)
 
     @staticmethod
     def _layer_key(key: jax.Array | None, number: int) -> jax.Array | None:
         return None if key is None else jax.random.fold_in(key, number)
 
-    def _embed(self, tokens: jax.Array, positions: jax.Array, key: jax.Array | None) -> jax.Array:
+    def _embed(self, tokens: jax.Array, placed: Tokens, key: jax.Array | None) -> jax.Array:
+        positions = placed.positions
+        if placed.segments is not None:  # whatever stands for padding is no token
+            tokens = jnp.where(placed.segments != 0, tokens, jnp.zeros((), tokens.dtype))
+        self._check_known_tokens(tokens)
         dtype = self.numerics.dtype or self.numerics.param_dtype
         sharding = out_sharding(("batch", None, "embed"), (*tokens.shape, self.features))
-        x = self.embedding[...].at[tokens].get(out_sharding=sharding).astype(dtype)
+        rows = self.embedding[...].at[tokens]
+        x = rows.get(mode="fill", wrap_negative_indices=False, out_sharding=sharding).astype(dtype)
         if self.position_embedding is not None and self.max_positions is not None:
             if tokens.shape[1] > self.max_positions:
                 raise ValueError(
@@ -338,9 +344,9 @@ class Decoder(nnx.Module):
                 )
             table = self.position_embedding[...].astype(dtype)
             sharding = out_sharding(("batch", None, "embed"), (*positions.shape, self.features))
-            placed = table.at[positions].get(mode="fill", out_sharding=sharding)
-            x = x + jnp.broadcast_to(placed, x.shape)
-        return _dropped(x, self.dropout_rate, self._layer_key(key, len(self.blocks)))
+            added = table.at[positions].get(mode="fill", out_sharding=sharding)
+            x = x + jnp.broadcast_to(added, x.shape)
+        return dropped(x, self.dropout_rate, self._layer_key(key, len(self.blocks)))
 
     def _dropout_key(
         self, deterministic: bool, rngs: nnx.Rngs | None, cached: bool
@@ -354,9 +360,20 @@ class Decoder(nnx.Module):
             raise ValueError("deterministic=False needs rngs=nnx.Rngs(dropout=key) in the call.")
         return rngs.dropout()
 
+    def _check_known_tokens(self, tokens: jax.Array) -> None:
+        """Checks tokens outside `jit`; inside, an unknown one gets an embedding of NaN."""
+        if not is_known(tokens) or not tokens.size:
+            return
+        values = np.asarray(tokens)
+        if values.min() < 0 or values.max() >= self.vocab:
+            raise ValueError(
+                f"tokens of {values.min()} to {values.max()}: want 0 to {self.vocab - 1}."
+            )
+
     def _check_cache(self, cache: ModelCache, batch: int) -> None:
         if not isinstance(cache, ModelCache):
             raise ValueError(f"cache is a {type(cache).__name__}: want a ModelCache of init_cache.")
+        cache.check_alive()
         if len(cache.layers) != len(self.blocks):
             raise ValueError(
                 f"this cache belongs to another model: {len(cache.layers)} layers, want "
@@ -366,22 +383,8 @@ class Decoder(nnx.Module):
             block.attention.check_cache(cache.layer(number), batch)
 
 
-def norm_maker(
-    norm: Norm, features: int, epsilon: float, numerics: Numerics, rngs: nnx.Rngs
-) -> Callable[[], nnx.Module]:
-    """Chooses the norm of a model.
-
-    Raises:
-      ValueError: If the name is unknown.
-    """
-    common: dict[str, Any] = dict(epsilon=epsilon, numerics=numerics, rngs=rngs)
-    makers: dict[str, Callable[[], nnx.Module]] = {
-        "rms": lambda: RMSNorm(features, "embed", **common),
-        "layer": lambda: LayerNorm(features, **common),
-    }
-    if norm not in makers:
-        raise ValueError(f"norm {norm!r}: want one of {sorted(makers)}.")
-    return makers[norm]
+# Its metaclass would show `(*args, **kwargs)`.
+Decoder.__signature__ = written_out(Decoder.__init__)
 
 
 def _per_layer(given: Any, number: int, what: str) -> list[Any]:
@@ -391,10 +394,3 @@ def _per_layer(given: Any, number: int, what: str) -> list[Any]:
     if len(given) != number:
         raise ValueError(f"{len(given)} {what} for {number} layers: want one, or one for each.")
     return list(given)
-
-
-def _dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    if key is None or not rate:
-        return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from jaxkv.core.positions import orders
 from jaxkv.core.sharding import axis_size, current_rules, local
-from jaxkv.core.trees import is_known
+from jaxkv.core.trees import check_arrays, is_known
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops.einsum import Einsum
 from jaxkv.ops.operands import Implementation, Operands
@@ -41,8 +42,9 @@ def attention(
       implementation: `None` picks the best that can serve and never fails; a name fails loudly
         if it cannot serve; a sequence of names is tried in order.
       return_lse: Also return the log-sum-exp of each query's scores.
-      **options: As in `prepare`: causal, window, pinned, offset, lengths, segments, mask, bias,
-        scale, soft_cap, sink_logits, dropout.
+      **options: causal, window, pinned, offset, query_order, key_order, query_segments,
+        key_segments, query_lengths, key_lengths, mask, bias, scale, soft_cap, sink_logits,
+        dropout_rate, dropout_key and precision, as `jaxkv.ops.api.prepare` explains them.
 
     Returns:
       `[B, T, N, V]` in the value's dtype, and with `return_lse` also float32 `[B, T, N]`. A
@@ -56,7 +58,7 @@ def attention(
     >>> attention(q, k, v, causal=True, offset=3).ravel().tolist()  # end-aligned
     [1.5, 2.0]
     """
-    operands = prepare(query, key, value, **options)
+    operands = prepare(query, key, value, **_known_options(options))
     out, lse = run_on_mesh(choose(operands, implementation), operands)
     return (out, lse) if return_lse else out
 
@@ -116,6 +118,20 @@ def prepare(
     Raises:
       ValueError: If anything does not fit; the message names what was passed and what fits.
     """
+    check_arrays(
+        query=query,
+        key=key,
+        value=value,
+        query_order=query_order,
+        key_order=key_order,
+        query_segments=query_segments,
+        key_segments=key_segments,
+        query_lengths=query_lengths,
+        key_lengths=key_lengths,
+        mask=mask,
+        bias=bias,
+        sink_logits=sink_logits,
+    )
     _check_shapes(query, key, value)
     B, T, N, H = query.shape
     S = key.shape[1]
@@ -168,6 +184,15 @@ def prepare(
         precision,
         all_filled=key_order is None and key_lengths is None,
     )
+
+
+OPTIONS = tuple(inspect.signature(prepare).parameters)[3:]
+
+
+def _known_options(options: dict[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise ValueError(f"unknown options {unknown} of attention: want of {list(OPTIONS)}.")
+    return options
 
 
 def run_on_mesh(chosen: Implementation, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -231,7 +256,7 @@ def explain(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) 
     >>> explain(q, q, q, dropout_rate=0.5, dropout_key=jax.random.key(0))
     {'einsum': 'serves', 'reference': 'no dropout'}
     """
-    operands = prepare(query, key, value, **options)
+    operands = prepare(query, key, value, **_known_options(options))
     return {i.name: i.refuses(operands) or "serves" for i in IMPLEMENTATIONS}
 
 
@@ -255,6 +280,7 @@ def as_bias(bias: jax.Array | None, want: tuple[int, int, int, int]) -> jax.Arra
 
 def check_lengths(name: str, lengths: jax.Array, most: int, batch: int) -> None:
     """Checks int32 `[B]` lengths; values are checked where they are known (outside `jit`)."""
+    check_arrays(**{name: lengths})
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"{name} {lengths.dtype}{lengths.shape}: want int32 ({batch},).")
     if is_known(lengths):

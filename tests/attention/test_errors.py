@@ -53,7 +53,21 @@ BUILDING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: made(num_heads=5),
         "in_features=16 does not divide over 5 heads: pass head_dim",
     ),
-    "no heads": (lambda: made(num_heads=0), "0 query heads|over 0 heads"),
+    "no heads": (lambda: made(num_heads=0), "num_heads=0: want an int of at least 1"),
+    "half a head": (lambda: made(num_heads=2.0), "num_heads=2.0: want an int of at least 1"),
+    "half a head of a latent": (
+        lambda: made(MultiHeadLatentAttention, num_heads=2.0),
+        "num_heads=2.0: want an int",
+    ),
+    "half a width": (lambda: made(head_dim=4.0), "head_dim=4.0: want an int of at least 1"),
+    "half a KV head": (
+        lambda: made(GroupedQueryAttention, num_kv_heads=2.0),
+        "cannot share 2.0 KV heads",
+    ),
+    "KV heads of a variant that has one": (
+        lambda: made(MultiQueryAttention, num_kv_heads=1),
+        r"unknown options \['num_kv_heads'\]",
+    ),
     "kv heads": (
         lambda: made(GroupedQueryAttention, num_kv_heads=3),
         "4 query heads cannot share 3 KV heads: want a divisor of 4",
@@ -101,9 +115,14 @@ def test_building(name: str) -> None:
 CALLING: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"x": jnp.zeros((3, 16))}, r"x \(3, 16\): want \[B, T, 16\]"),
     "features": ({"x": jnp.zeros((2, 3, 8))}, r"x \(2, 3, 8\): want \[B, T, 16\]"),
+    "numbers that are no floats": ({"x": jnp.zeros((2, 3, 16), int)}, "x is int32: want a float"),
     "positions": (
         {"positions": jnp.zeros((2, 4), jnp.int32)},
-        r"positions int32\(2, 4\): want int32 \(2, 3\)",
+        r"positions int32\(2, 4\): want int32 \(2, 3\) or \(1, 3\)",
+    ),
+    "positions of no rotation": (
+        {"positions": jnp.zeros((2, 3), jnp.int32)},
+        "positions are for the rotation: build with rotary",
     ),
     "positions' dtype": (
         {"positions": jnp.zeros((2, 3))},
@@ -127,6 +146,27 @@ def test_calling(name: str) -> None:
     given, message = CALLING[name]
     with pytest.raises(ValueError, match=message):
         traced(made(), **given)
+
+
+LISTS = ["lengths", "segment_ids", "positions", "mask", "bias", "context"]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_is_no_array(name: str) -> None:
+    attn = made(CrossAttention if name == "context" else MultiHeadAttention)
+    with pytest.raises(ValueError, match=f"{name} is a list: want an array"):
+        jax.eval_shape(lambda attn, x: attn(x, **{name: [1, 2]}), attn, X)
+
+
+def test_a_cache_that_was_donated_is_named() -> None:
+    attn = MultiHeadAttention(16, 4, rngs=nnx.Rngs(0))
+    cache = attn.init_cache(2, 8)
+    step = jax.jit(lambda attn, x, cache: attn(x, cache=cache), donate_argnums=2)
+    _, after = step(attn, X, cache)
+    with pytest.raises(ValueError, match="donated to an earlier call and is gone"):
+        attn(X, cache=cache)
+    assert repr(cache).startswith("LayerCache(rows=2, lengths=unknown, capacity=8")
+    assert repr(after).startswith("LayerCache(rows=2, lengths=[3, 3], capacity=8, layers=1, bytes")
 
 
 def test_values_that_are_known_are_checked() -> None:
@@ -165,6 +205,8 @@ def test_sizes_of_a_cache(variant: Any) -> None:
     attn = made(variant)
     with pytest.raises(ValueError, match="capacity=0"):
         attn.init_cache(2, 0)
+    with pytest.raises(ValueError, match="capacity=8.0: want an int of at least 1"):
+        attn.init_cache(2, 8.0)
     with pytest.raises(ValueError, match="batch=-1"):
         attn.init_cache(-1, 4)
     with pytest.raises(ValueError, match="lanes=0"):

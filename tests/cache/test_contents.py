@@ -78,7 +78,7 @@ def test_a_row_that_is_not_there_cannot_be_copied() -> None:
 @pytest.mark.parametrize(
     ("verb", "words"),
     [
-        (lambda c: c.rollback(jnp.zeros(3, jnp.int32)), r"\(3,\): want \(2,\)"),
+        (lambda c: c.rollback(jnp.zeros(3, jnp.int32)), r"\(3,\): want int32 \(2,\)"),
         (lambda c: c.reset(jnp.zeros(2, jnp.int32)), r"want bool\(2,\)"),
         (lambda c: c.reorder(jnp.zeros(3, jnp.int32)), r"\(3,\): want \(2,\)"),
         (lambda c: c.fork(jnp.zeros(3)), "want int32"),

@@ -2,6 +2,7 @@
 """The decode loop against token-by-token scoring without a cache."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,24 @@ def test_decode_compiles_once_for_all_lengths_and_is_in_place() -> None:
 def test_bad_calls_are_named(call: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         generate(model(), **call)
+
+
+def test_cac_04_the_capacity_changes_neither_text_nor_logits() -> None:
+    found = []
+    for capacity in (20, 30, 40):
+        cache = model().init_cache(3, capacity)
+        made = generate(model(), PROMPTS, max_new_tokens=10, cache=cache)
+        # Each row's last token is pending: one more step shows its logits.
+        logits, _ = _step(model(), made.pending[:, None], made.cache)
+        found.append((made.rows(), np.asarray(logits)))
+    for rows, logits in found[1:]:
+        assert rows == found[0][0]
+        np.testing.assert_allclose(logits, found[0][1], rtol=0, atol=1e-6)
+
+
+@jax.jit
+def _step(decoder: jaxkv.Decoder, tokens: jax.Array, cache: jaxkv.ModelCache) -> Any:
+    return decoder(tokens, cache=cache)
 
 
 def test_prompts_that_do_not_fit_are_named() -> None:

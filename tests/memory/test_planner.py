@@ -196,7 +196,7 @@ def test_tables_show_every_figure() -> None:
         assert figure in text
     assert "(2.0 times)" in text and "physical_nbytes" in text and "v5e (16 GiB)" in text
     latent = text_of(plan(load_geometry("deepseek-v3")))
-    assert "1 x 576, value inside" in latent and "4.77 MiB = 5.00 MB (71.1 times)" in latent
+    assert "1 x 576 (latent)" in latent and "4.77 MiB = 5.00 MB (71.1 times)" in latent
     state = LayerSpec("state", 4, state_bytes=8)
     others = text_of(
         plan(model(state, LayerSpec("shared", 4), LayerSpec("full", 4, KVSpec(4, 8, 8))))

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults seen elsewhere that need a module and its cache together."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxkv.attention import GroupedQueryAttention, MultiHeadLatentAttention
+from jaxkv.core.numerics import Numerics
+from jaxkv.core.rotary import Rotary
+from jaxkv.ops.api import IMPLEMENTATIONS
+from jaxkv.testing.suite import call, feed
+from jaxkv.testing.tolerances import assert_close, assert_trees_equal
+
+X = np.random.default_rng(0).normal(size=(2, 11, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("variant", [GroupedQueryAttention, MultiHeadLatentAttention])
+def test_win_10_a_one_token_step_keeps_the_window(variant: type) -> None:
+    attn = variant(16, 4, window=3, rotary=Rotary(50.0), rngs=nnx.Rngs(0))
+    want, _ = call(attn, X)
+    other = X.copy()
+    other[:, 0] += 1.0
+    steps = []
+    for x in (X, other):
+        _, cache = feed(attn, x[:, :10], attn.init_cache(2, 12), [10])
+        steps.append(call(attn, x[:, 10:], cache)[0])
+    assert_trees_equal(*steps)
+    assert_close(steps[0], want[:, 10:])
+
+
+@pytest.mark.parametrize("variant", [GroupedQueryAttention, MultiHeadLatentAttention])
+def test_chk_07_every_implementation_agrees_with_and_without_a_cache(variant: type) -> None:
+    found = {}
+    for implementation in IMPLEMENTATIONS:
+        numerics = Numerics(implementation=implementation.name)
+        attn = variant(16, 4, rotary=Rotary(50.0), numerics=numerics, rngs=nnx.Rngs(0))
+        name = implementation.name
+        found[name, "no cache"], _ = call(attn, X)
+        found[name, "prefill"], _ = feed(attn, X, attn.init_cache(2, 12), [11])
+        found[name, "steps"], _ = feed(attn, X, attn.init_cache(2, 12), [1] * 11)
+    assert len(found) == 3 * len(IMPLEMENTATIONS) >= 6
+    for (one, got), (two, want) in itertools.combinations(found.items(), 2):
+        assert_close(got, want, what=f"{one} and {two}")

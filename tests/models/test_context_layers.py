@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder some of whose layers attend to a context, as vision-language models have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxkv
+from jaxkv.testing.tolerances import assert_close
+
+VOCAB, S, B = 61, 5, 2
+RNG = np.random.default_rng(0)
+CONTEXT = jnp.asarray(RNG.normal(size=(B, S, 24)), jnp.float32)
+TOKENS = jnp.asarray(RNG.integers(VOCAB, size=(B, 7)), jnp.int32)
+OWN = functools.partial(jaxkv.GroupedQueryAttention, num_heads=4, rotary=jaxkv.Rotary())
+CROSS = functools.partial(jaxkv.CrossAttention, num_heads=4, context_features=24)
+
+
+@functools.cache
+def model(remat: bool = False) -> jaxkv.Decoder:
+    layers = [OWN, CROSS, OWN, CROSS]
+    return jaxkv.Decoder(VOCAB, 32, 4, layers, remat=remat, rngs=nnx.Rngs(0))
+
+
+@jax.jit
+def called(model: jaxkv.Decoder, tokens: jax.Array, cache: Any = None, **given: Any) -> Any:
+    return model(tokens, cache=cache, **given)
+
+
+def test_cached_steps_equal_one_pass_and_the_context_is_kept() -> None:
+    want, _ = called(model(), TOKENS, context=CONTEXT)
+    cache = model().init_cache(B, 8, context_capacity=S)
+    first, cache = called(model(), TOKENS[:, :4], cache, context=CONTEXT)
+    parts = [first]
+    for t in range(4, 7):
+        step, cache = called(model(), TOKENS[:, t : t + 1], cache)
+        parts.append(step)
+    assert_close(jnp.concatenate(parts, axis=1), want)
+    assert cache.lengths.tolist() == [7, 7] and cache.capacity == 8
+    assert [index.lengths.tolist() for index in cache.indices] == [[7, 7], [S, S]]
+
+
+def test_what_the_context_says_matters() -> None:
+    one, _ = called(model(), TOKENS, context=CONTEXT)
+    other, _ = called(model(), TOKENS, context=CONTEXT + 1)
+    assert float(jnp.min(jnp.max(jnp.abs(one - other), axis=-1))) > 1e-3
+
+
+def test_ragged_tokens_and_contexts_equal_each_row_alone() -> None:
+    lengths, held = jnp.array([7, 3], jnp.int32), jnp.array([2, 5], jnp.int32)
+    poisoned = jnp.where(jnp.arange(S)[None, :, None] < held[:, None, None], CONTEXT, jnp.nan)
+    cache = model().init_cache(B, 8, context_capacity=S)
+    given = dict(context=poisoned, context_lengths=held, lengths=lengths)
+    cached, _ = called(model(), TOKENS, cache, **given)
+    plain, _ = called(model(), TOKENS, **given)
+    for row in range(B):
+        n, m = int(lengths[row]), int(held[row])
+        want, _ = called(model(), TOKENS[row : row + 1, :n], context=CONTEXT[row : row + 1, :m])
+        assert_close(cached[row, :n], want[0])
+        assert_close(plain[row, :n], want[0])
+
+
+def test_verbs_move_the_tokens_and_keep_the_context() -> None:
+    cache = model().init_cache(B, 8, context_capacity=S)
+    _, cache = called(model(), TOKENS[:, :5], cache, context=CONTEXT)
+    back = cache.rollback(2)
+    assert [index.lengths.tolist() for index in back.indices] == [[3, 3], [S, S]]
+    again, _ = called(model(), TOKENS[:, 3:7], back)
+    assert_close(again, called(model(), TOKENS, context=CONTEXT)[0][:, 3:7])
+    swapped = cache.reorder(jnp.array([1, 0], jnp.int32))
+    step, _ = called(model(), TOKENS[::-1, 5:6], swapped)
+    assert_close(step[::-1], called(model(), TOKENS, context=CONTEXT)[0][:, 5:6])
+    # 2 layers x 2 KV heads x 2 x 8 channels x 4 bytes; the context is counted apart.
+    assert cache.bytes_per_token == 256
+    assert cache.reset().indices[1].lengths.tolist() == [0, 0]
+
+
+def test_generate_reads_the_context() -> None:
+    made = jaxkv.generate(model(), np.asarray(TOKENS), max_new_tokens=4, context=CONTEXT)
+    tokens = TOKENS
+    for step in range(4):
+        logits, _ = called(model(), tokens, context=CONTEXT)
+        got = made.tokens[:, step]
+        chosen = jnp.take_along_axis(logits[:, -1], got[:, None], axis=1)[:, 0]
+        assert jnp.all(chosen >= jnp.max(logits[:, -1], axis=-1) - 1e-5)
+        tokens = jnp.concatenate([tokens, got[:, None]], axis=1)
+
+
+def test_gradients_reach_the_context_with_and_without_remat() -> None:
+    def loss(model: jaxkv.Decoder, context: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(model(TOKENS, context=context)[0]))
+
+    plain, again = (jax.jit(jax.grad(loss, 1))(model(r), CONTEXT) for r in (False, True))
+    assert float(jnp.min(jnp.max(jnp.abs(plain), axis=-1))) > 0
+    assert_close(again, plain)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    plain = jaxkv.Decoder(VOCAB, 32, 1, OWN, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="no layer of this model is a CrossAttention"):
+        plain(TOKENS, context=CONTEXT)
+    with pytest.raises(ValueError, match="context_capacity=5: want the slots of a context if"):
+        plain.init_cache(B, 8, context_capacity=S)
+    with pytest.raises(ValueError, match="context_capacity=None"):
+        model().init_cache(B, 8)
+    with pytest.raises(ValueError, match=r"needs context=\[B, S, Dc\]"):
+        model()(TOKENS)
+    only = jaxkv.Decoder(VOCAB, 32, 1, CROSS, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="every layer holds a context"):
+        only.init_cache(B, 8, context_capacity=S)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On CPU, the compiled decode step of a whole model writes its cache where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxkv.cli.variants import VARIANTS
+from jaxkv.core.numerics import Numerics
+from jaxkv.core.rotary import Rotary
+from jaxkv.models.decoder import Decoder
+from jaxkv.testing.hlo import assert_in_place
+
+pytestmark = pytest.mark.as_shipped
+
+CAPACITY, LAYERS = 4096, 2
+
+
+def model(variant: str, dtype: Any) -> Decoder:
+    """Makes the shapes of a model in which every weight is smaller than a plane of its cache."""
+    numerics = Numerics(dtype=dtype, param_dtype=dtype)
+
+    def attention(features: int, rngs: nnx.Rngs) -> Any:
+        kind = VARIANTS[variant]
+        return kind(features, 8, head_dim=64, rotary=Rotary(), numerics=numerics, rngs=rngs)
+
+    def make() -> Decoder:
+        return Decoder(
+            97, 256, LAYERS, attention, mlp_features=512, numerics=numerics, rngs=nnx.Rngs(0)
+        )
+
+    return nnx.eval_shape(make)
+
+
+def step(model: Decoder, cache: Any, tokens: jax.Array) -> Any:
+    return model(tokens, cache=cache)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_jax_05_every_variant_decodes_in_place(variant: str, batch: int, dtype: str) -> None:
+    built = model(variant, jnp.dtype(dtype))
+    cache = jax.eval_shape(lambda: built.init_cache(batch, CAPACITY))
+    tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+    compiled = jax.jit(step, donate_argnums=1).lower(built, cache, tokens).compile()
+    assert_in_place(compiled, cache)
