@@ -18,6 +18,7 @@ from jaxkv.cache import KVSpec as KVSpec
 from jaxkv.cache import LayerCache as LayerCache
 from jaxkv.cache import ModelCache as ModelCache
 from jaxkv.cache import Raw as Raw
+from jaxkv.cache import Ring as Ring
 from jaxkv.core.numerics import Numerics as Numerics
 from jaxkv.core.rotary import Rotary as Rotary
 from jaxkv.core.rotary_scaling import NTK as NTK

@@ -23,6 +23,7 @@ from jaxkv.attention.tokens import (
     uncached_tokens,
 )
 from jaxkv.cache.codecs import Codec, Raw
+from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Layout, Plan
 from jaxkv.cache.layer_cache import LayerCache, Scoring, create_layer
 from jaxkv.cache.spec import KVSpec
@@ -233,11 +234,14 @@ class Attention(nnx.Module):
           head is stored several times, which is logged.
 
         Raises:
-          ValueError: If a size is not positive, or keys rotated this way cannot be cached.
+          ValueError: If a size is not positive, keys rotated this way cannot be cached, or the
+            layout does not keep what this module looks at.
         """
         check_sizes(capacity=capacity, lanes=lanes)
         if self.rotary is not None:
             self.rotary.check_cacheable()
+        layout = layout if layout is not None else Contiguous()
+        layout.narrowed(self.rule)
         dtype = self.numerics.dtype if self.numerics.dtype is not None else jnp.float32
         return create_layer(
             self.spec,

@@ -7,8 +7,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxkv.cache.index import Index, Jobs, Plan, Reach, empty_index, per_row, take_rows
+from jaxkv.cache.index import Index, Jobs, Moves, Plan, Reach, empty_index, per_row, take_rows
+from jaxkv.core.visibility import Visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,15 @@ class Contiguous:
     def storage(self, batch: int, capacity: int) -> tuple[int, int]:
         """Sizes the records: one entry per row."""
         return batch, capacity
+
+    def narrowed(self, rule: Visibility) -> Visibility:
+        """Every token is kept, so every rule holds."""
+        return rule
+
+    def limit(self, index: Index, slots: int) -> int:
+        """Tokens that a row may hold: its slots."""
+        del index
+        return slots
 
     def plan(self, index: Index, slots: int, length: int, count: jax.Array) -> Plan:
         """Plans one write window per row; tokens past the capacity are dropped."""
@@ -59,12 +70,13 @@ class Contiguous:
         fresh = (order >= begin) & (order < index.lengths[row])
         return row, slot, jnp.where(fresh, order, -1)
 
-    def orders(self, index: Index, slots: int) -> jax.Array:
-        """Lists the order of the token in each slot: the slot itself where it is filled."""
-        slot = jnp.arange(slots, dtype=jnp.int32)[None]
-        return jnp.where(slot < index.lengths[:, None], slot, -1)
+    def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Lists each row's slots: entry, slot and order, int32 `[B, S]`; order -1 = unfilled."""
+        shape = (index.lengths.shape[0], slots)
+        entry, slot = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        return entry, slot, jnp.where(slot < index.lengths[:, None], slot, -1)
 
-    def rollback(self, index: Index, slots: int, count: jax.Array) -> Index:
+    def rollback(self, index: Index, slots: int, count: jax.Array) -> tuple[Index, Moves]:
         """Takes back tokens; a row that holds fewer than `count` is left and flagged."""
         del slots
         good = (count >= 0) & (count <= index.lengths)
@@ -72,15 +84,15 @@ class Contiguous:
             index,
             lengths=jnp.where(good, index.lengths - count, index.lengths),
             refused=index.refused | jnp.logical_not(good),
-        )
+        ), Moves()
 
     def tile(self, slots: int, want: int) -> int:
         """Chooses how many slots a read takes at a time, about `want`."""
         return min(slots, want)
 
-    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, jax.Array]:
-        """Makes row i a copy of row `rows[i]`: the new index, and the entries to take."""
-        return jax.tree.map(lambda x: take_rows(x, rows), index), rows
+    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
+        """Makes row i a copy of row `rows[i]`."""
+        return jax.tree.map(lambda x: take_rows(x, rows), index), Moves(take=rows)
 
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""
@@ -91,6 +103,6 @@ class Contiguous:
             refused=index.refused & ~rows,
         )
 
-    def mask_width(self, slots: int) -> int | None:
+    def mask_width(self, index: Index, slots: int) -> int | None:
         """A mask counts keys by slot."""
         return slots

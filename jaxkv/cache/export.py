@@ -18,6 +18,7 @@ from jaxkv.cache.index import Index, Jobs, Plan
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache
 from jaxkv.cache.records import Records
+from jaxkv.cache.ring import Ring
 from jaxkv.cache.spec import KVSpec
 
 _CHOICES: dict[str, type] = {}
@@ -95,5 +96,5 @@ def _restored(x: Any) -> Any:
 
 register_export(
     nodes=(Index, Jobs, Plan, Records, LayerCache, ModelCache),
-    choices=(KVSpec, Raw, Contiguous),
+    choices=(KVSpec, Raw, Contiguous, Ring),
 )

@@ -13,8 +13,11 @@ import numpy as np
 
 from jaxkv.core.sharding import constrain, out_sharding
 from jaxkv.core.trees import is_known, static
+from jaxkv.core.visibility import Visibility
 
 Reach = tuple[jax.Array, jax.Array]
+# The limit of a row that has none: orders are int32.
+UNBOUNDED = int(np.iinfo(np.int32).max)
 
 
 @jax.tree_util.register_dataclass
@@ -140,6 +143,22 @@ class Plan:
     after: Index
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """What has to move in the records when rows move: nothing, whole entries, or some copies.
+
+    Attributes:
+      take: int32 `[E']`, the entry that each new entry is a copy of.
+      source: int32 `[C]`, entries to be copied within the records, before anything is written.
+      target: int32 `[C]`, where each is copied to; -1 copies nothing.
+    """
+
+    take: jax.Array | None = None
+    source: jax.Array | None = None
+    target: jax.Array | None = None
+
+
 class Layout(Protocol):
     """Says where tokens go; a frozen, hashable dataclass. One file each."""
 
@@ -149,6 +168,14 @@ class Layout(Protocol):
 
     def storage(self, batch: int, capacity: int) -> tuple[int, int]:
         """Sizes the records: `(E entries, S slots each)`."""
+        ...
+
+    def narrowed(self, rule: Visibility) -> Visibility:
+        """Narrows a module's rule to the tokens that are kept; raises if they do not do."""
+        ...
+
+    def limit(self, index: Index, slots: int) -> int:
+        """Tokens that a row may hold; `UNBOUNDED` if it forgets old ones instead."""
         ...
 
     def plan(self, index: Index, slots: int, length: int, count: jax.Array) -> Plan:
@@ -170,11 +197,11 @@ class Layout(Protocol):
         """Finds a row's block: `(entry, first slot, order int32[size])`, -1 = not to be read."""
         ...
 
-    def orders(self, index: Index, slots: int) -> jax.Array:
-        """Lists the order of the token in each slot of each row: int32 `[B, S]`, -1 = unfilled."""
+    def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Lists each row's slots: entry, slot and order, int32 `[B, S]`; order -1 = unfilled."""
         ...
 
-    def rollback(self, index: Index, slots: int, count: jax.Array) -> Index:
+    def rollback(self, index: Index, slots: int, count: jax.Array) -> tuple[Index, Moves]:
         """Takes back the last `count int32[B]` tokens of each row, or flags the row `refused`."""
         ...
 
@@ -182,14 +209,14 @@ class Layout(Protocol):
         """Chooses how many slots a read takes at a time, about `want`."""
         ...
 
-    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, jax.Array]:
-        """Makes row i a copy of row `rows[i]`: the new index, and the entries to take."""
+    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
+        """Makes row i a copy of row `rows[i]`, int32 `[R]`, each in range."""
         ...
 
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""
         ...
 
-    def mask_width(self, slots: int) -> int | None:
+    def mask_width(self, index: Index, slots: int) -> int | None:
         """Width of a caller's mask over the whole row; `None` if orders are not bounded."""
         ...

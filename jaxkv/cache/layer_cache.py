@@ -111,12 +111,12 @@ class LayerCache(Verbs):
         Returns:
           `(out float32[B, T, N, V], lse float32[B, T, N])`.
         """
-        r = self.records
+        r, rule = self.records, self.layout.narrowed(scoring.rule)
         how = Reading(
             r.spec,
             r.codec,
             self.layout,
-            scoring.rule,
+            rule,
             scoring.scale,
             max(1, query.shape[2] // r.spec.kv_heads),
             scoring.soft_cap,
@@ -228,15 +228,15 @@ class LayerCache(Verbs):
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to this call's own tokens; mask and bias as in `attend`."""
-        T, plan = query.shape[1], self._opened()
+        T, plan, rule = query.shape[1], self._opened(), self.layout.narrowed(scoring.rule)
         q_order, real = self.new_orders(T)
         return attention(
             query,
             key,
             value,
-            causal=scoring.rule.causal,
-            window=scoring.rule.window,
-            pinned=scoring.rule.pinned,
+            causal=rule.causal,
+            window=rule.window,
+            pinned=rule.pinned,
             query_order=q_order,
             key_order=jnp.where(real, q_order, -1),
             mask=self._new_columns(mask, plan.start, T, False),
@@ -284,7 +284,7 @@ class LayerCache(Verbs):
         self, mask: jax.Array | None, bias: jax.Array | None, sizes: tuple[int, int, int]
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Checks a mask and a bias against the row's capacity and lifts them to 4-D."""
-        width = self.layout.mask_width(self.records.slots)
+        width = self.layout.mask_width(self.index, self.records.slots)
         if width is None and (mask is not None or bias is not None):
             raise ValueError(f"{self.layout} has no fixed key axis: it takes no mask or bias.")
         want = (*sizes, width or 0)

@@ -82,10 +82,14 @@ class ModelCache(Verbs):
         )
 
 
+def _shapes(index: Index) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.shape for x in jax.tree.leaves(index))
+
+
 def gather_layers(layers: Sequence[LayerCache]) -> ModelCache:
     """Joins fresh layer caches into a model's; layers alike in layout and size share an index."""
     keys = [
-        (layer.context, layer.layout, layer.records.slots, layer.lengths.shape) for layer in layers
+        (layer.context, layer.layout, layer.records.slots, _shapes(layer.index)) for layer in layers
     ]
     kinds = sorted(dict.fromkeys(keys), key=lambda key: key[0])
     steps = sum(not key[0] for key in kinds)

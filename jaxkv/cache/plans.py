@@ -81,7 +81,7 @@ def plan_step(
         dropped,
         lambda: (
             f"{count} new tokens do not fit: rows hold {indices[0].lengths} of "
-            f"{min(group.slots for group in groups)}"
+            f"{min(group.layout.limit(group.index, group.slots) for group in groups)}"
         ),
     )
     return plans

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv.cache.codecs import TILE_LANES, Codec, Plane, Planes
+from jaxkv.cache.index import Moves, take_rows
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
@@ -43,9 +45,36 @@ class Records:
         """S, the slots of one entry."""
         return next(iter(self.planes.values())).shape[2]
 
+    def moved(self, moves: Moves) -> Records:
+        """Moves entries as the layout asks for: copies happen in place, one entry at a time."""
+        planes, axes = self.planes, self.axes()
+        if moves.take is not None:
+            planes = {n: take_rows(x, moves.take, axes[n]) for n, x in planes.items()}
+        if moves.source is not None and moves.target is not None:
+            in_axes = (axes, ("batch",), ("batch",))
+            planes = local(_copied, in_axes, axes)(planes, moves.source, moves.target)
+        return dataclasses.replace(self, planes=planes)
+
     def axes(self) -> dict[str, tuple[str | None, ...]]:
         """Names the logical axes of every plane."""
         return {n: plane_axes(x.shape[1], x.ndim) for n, x in self.planes.items()}
+
+
+def _copied(planes: Planes, source: jax.Array, target: jax.Array) -> Planes:
+    """Copies entries `source` to `target`; those with a target of -1 are left out."""
+    live = target >= 0
+    first = jnp.argsort(jnp.logical_not(live), stable=True)
+    source, target = source[first], target[first]
+
+    def body(i: jax.Array, planes: Planes) -> Planes:
+        return {
+            n: lax.dynamic_update_index_in_dim(
+                x, lax.dynamic_index_in_dim(x, source[i], 0), target[i], 0
+            )
+            for n, x in planes.items()
+        }
+
+    return lax.fori_loop(0, jnp.sum(live.astype(jnp.int32)), body, dict(planes))
 
 
 def plane_axes(heads: int, ndim: int) -> tuple[str | None, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.cache.codecs import Codec
-from jaxkv.cache.index import Index, Layout, flagged, raise_if, take_rows, unflagged
+from jaxkv.cache.index import Index, Layout, Moves, flagged, raise_if, unflagged
 from jaxkv.cache.plans import Group
 from jaxkv.cache.records import Records, bytes_per_token, converted, physical_bytes, tree_bytes
 from jaxkv.core.sharding import Rules, local, named
@@ -97,8 +97,8 @@ class Verbs:
 
     @property
     def capacity(self) -> int:
-        """Slots that every row has in every layer, in tokens; a context's are not counted."""
-        return min(r.slots for r in self._own())
+        """Tokens that every row may hold; `UNBOUNDED` (2**31 - 1) if it forgets old ones."""
+        return min(g.layout.limit(g.index, g.slots) for g in self._groups())
 
     def rollback(self, count: jax.Array) -> Self:
         """Takes back the last tokens of each row.
@@ -122,25 +122,26 @@ class Verbs:
         count = count.astype(jnp.int32)
 
         def back(indices: tuple[Index, ...], count: jax.Array) -> tuple[tuple[Index, ...], Any]:
-            def each(count: jax.Array) -> list[Index]:
+            def each(count: jax.Array) -> list[tuple[Index, Moves]]:
                 return [
                     g.layout.rollback(unflagged(i), g.slots, count)
                     for g, i in zip(groups, indices, strict=True)
                 ]
 
             # A row that one group refuses is refused by all: layers agree on what a row holds.
-            refused = _any(tuple(index.refused for index in each(count)))
-            new = [
-                dataclasses.replace(i, refused=refused) for i in each(jnp.where(refused, 0, count))
-            ]
-            return tuple(map(flagged, new, indices)), refused
+            refused = _any(tuple(index.refused for index, _ in each(count)))
+            done = each(jnp.where(refused, 0, count))
+            new = [dataclasses.replace(index, refused=refused) for index, _ in done]
+            return tuple(map(flagged, new, indices)), tuple(m for _, m in done), refused
 
         indices = tuple(g.index for g in groups)
         count = jnp.broadcast_to(count, held.shape)
-        new, refused = _by_rows(back)(indices, count)
+        new, moves, refused = _by_rows(back)(indices, count)
         raise_if(refused, lambda: f"rollback of {count} tokens: rows hold {held}")
-        _, before, layers, _ = self._parts()
-        return self._rebuilt((*new, *before[len(new) :]), layers)
+        _, before, layers, groups = self._parts()
+        moves = (*moves, *(Moves() for _ in before[len(new) :]))
+        moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
+        return self._rebuilt((*new, *before[len(new) :]), moved)
 
     def reset(self, rows: jax.Array | None = None) -> Self:
         """Empties rows and clears their flags; `rows` is bool `[B]`, default all."""
@@ -184,21 +185,14 @@ class Verbs:
         missing = (rows < 0) | (rows >= batch)
         raise_if(missing, lambda: f"rows {rows} of a cache of {batch}")
         there = jnp.clip(jnp.asarray(rows, jnp.int32), 0, max(batch - 1, 0))
-        new, entries = [], []
+        new, moves = [], []
         for layout, index in zip(layouts, indices, strict=True):
-            moved, entry = layout.gather(index, there)
-            emptied = layout.reset(moved, missing)
+            gathered, move = layout.gather(index, there)
+            emptied = layout.reset(gathered, missing)
             new.append(dataclasses.replace(emptied, refused=emptied.refused | missing))
-            entries.append(entry)
-
-        def copied(r: Records, group: int) -> Records:
-            axes = r.axes()
-            planes = {n: take_rows(x, entries[group], axes[n]) for n, x in r.planes.items()}
-            return dataclasses.replace(r, planes=planes)
-
-        return self._rebuilt(
-            tuple(new), tuple(copied(r, g) for r, g in zip(layers, groups, strict=True))
-        )
+            moves.append(move)
+        moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
+        return self._rebuilt(tuple(new), moved)
 
     def convert(self, *, codec: Codec | None = None, lanes: int | None = None) -> Self:
         """Stores the same tokens in another codec or with other lane padding."""

@@ -12,7 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Codec, Contiguous, KVSpec, LayerCache, Layout, Raw, Scoring, create_layer
+from jaxkv.cache import (
+    Codec,
+    Contiguous,
+    KVSpec,
+    LayerCache,
+    Layout,
+    Raw,
+    Ring,
+    Scoring,
+    create_layer,
+)
 from jaxkv.core.visibility import Visibility
 from tests.support import dense
 
@@ -41,16 +51,46 @@ class SmallBlocks(Contiguous):
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a layout promises, in plain numbers: how many tokens fit, and which rollbacks go."""
+    """What a layout promises, in plain numbers, of a row with `held` tokens.
+
+    `high` is the most tokens the row has held since it was emptied.
+    """
 
     layout: Layout
     room: Callable[[int, int], int]  # (held, capacity) -> tokens that still fit
-    refuses: Callable[[int, int], bool]  # (held, wanted back) -> refused
+    refuses: Callable[[int, int, int], bool]  # (held, wanted back, high) -> refused
+    orders: Callable[[int, int], list[int]]  # (held, high) -> the tokens that are there
+    lowers: Callable[[int], bool]  # (left) -> a rollback to so many starts `high` again
+
+
+RING = Ring(window=3, pinned=2, spare=1)
+RING_SLOTS = 6
+
+
+def _in_ring(held: int, high: int) -> list[int]:
+    return [k for k in range(held) if k < 2 or k >= high - 4]
 
 
 # A further layout or codec joins the tests here.
 LAYOUTS = {
-    "contiguous": Kept(SmallBlocks(), lambda held, slots: slots - held, lambda held, n: n > held),
+    "contiguous": Kept(
+        SmallBlocks(),
+        lambda held, slots: slots - held,
+        lambda held, n, high: n > held,
+        lambda held, high: list(range(held)),
+        lambda left: True,
+    ),
+    "ring": Kept(
+        RING,
+        lambda held, slots: 10**9,
+        # The next query sees itself, two before it and the two pinned ones.
+        lambda held, n, high: (
+            n > held
+            or not set(range(max(held - n - 2, 0), held - n)) <= set(_in_ring(held - n, high))
+        ),
+        _in_ring,
+        lambda left: left <= 2,
+    ),
 }
 CODECS: dict[str, Codec] = {"float32": Raw(jnp.float32)}
 
@@ -86,16 +126,25 @@ def values_of(spec: KVSpec, key: Any, value: Any) -> Any:
 
 def poisoned(cache: LayerCache, fills: tuple[float, float] = (np.nan, np.inf)) -> LayerCache:
     """Puts NaN and inf, slot by slot in turns, wherever no token is stored."""
-    orders = cache.layout.orders(cache.index, cache.records.slots)
+    entry, slot, order = cache.layout.places(cache.index, cache.records.slots)
+    shape = next(iter(cache.records.planes.values())).shape
+    # Slots of no row, as pages that nobody owns, are not filled either.
+    filled = jnp.zeros((shape[0] + 1, shape[2]), bool)
+    filled = filled.at[jnp.where(order >= 0, entry, shape[0]), slot].set(True)[: shape[0]]
 
     def spoil(x: jax.Array) -> jax.Array:
-        shape = (*orders.shape[:1], 1, orders.shape[1]) + (1,) * (x.ndim - 3)
-        turn = (jnp.arange(orders.shape[1]) % 2 == 0).reshape(1, 1, -1, *(1,) * (x.ndim - 3))
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.where(_over(filled, x), x, jnp.ones((), x.dtype))
+        turn = (jnp.arange(x.shape[2]) % 2 == 0).reshape(1, 1, -1, *(1,) * (x.ndim - 3))
         rubbish = jnp.where(turn, *(jnp.asarray(f, x.dtype) for f in fills))
-        return jnp.where((orders < 0).reshape(shape), rubbish, x)
+        return jnp.where(_over(filled, x), x, rubbish)
 
     planes = {n: spoil(x) for n, x in cache.records.planes.items()}
     return dataclasses.replace(cache, records=dataclasses.replace(cache.records, planes=planes))
+
+
+def _over(filled: jax.Array, x: jax.Array) -> jax.Array:
+    return filled.reshape(filled.shape[0], 1, filled.shape[1], *(1,) * (x.ndim - 3))
 
 
 @functools.partial(jax.jit, static_argnums=range(6))

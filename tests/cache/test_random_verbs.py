@@ -66,6 +66,12 @@ class Setting:
         cap = 3.0 if self.masked else None
         return scoring(self.spec, RULES[self.rule], soft_cap=cap)
 
+    @property
+    def seen(self) -> Scoring:
+        """The same, narrowed to what the layout keeps: what the history is held to."""
+        rule = LAYOUTS[self.layout].layout.narrowed(RULES[self.rule])
+        return dataclasses.replace(self.how, rule=rule)
+
 
 # (record, rule, whether there are a mask, a bias and a soft-cap too)
 USUAL = [
@@ -102,7 +108,24 @@ def _probe(setting: Setting, cache: LayerCache, query: jax.Array) -> Any:
 
 @jax.jit
 def _decoded(cache: LayerCache) -> Any:
-    return cache.records.codec.decode(cache.records.spec, cache.records.planes)
+    key, value = cache.records.codec.decode(cache.records.spec, cache.records.planes)
+    return key, value, _places(cache)
+
+
+@jax.jit
+def _places(cache: LayerCache) -> Any:
+    return cache.layout.places(cache.index, cache.records.slots)
+
+
+def contents(cache: LayerCache, row: int) -> dict[int, dict[str, bytes]]:
+    """Gives the bytes of a row's tokens, by their order, whatever the layout."""
+    entries, slots, orders = (np.asarray(x)[row] for x in _places(cache))
+    planes = {n: bits(x) for n, x in cache.records.planes.items()}
+    return {
+        int(k): {n: plane[e, :, s].tobytes() for n, plane in planes.items()}
+        for e, s, k in zip(entries, slots, orders, strict=True)
+        if k >= 0
+    }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -131,6 +154,7 @@ class Verbs(RuleBasedStateMachine):
         self.cache = _poisoned(create_layer(s.spec, CODECS[s.codec], B, S, layout=self.kept.layout))
         self.history = History([[] for _ in range(B)])
         self.overflowed, self.refused = [False] * B, [False] * B
+        self.high = [0] * B
 
     @rule(
         counts=st.lists(st.integers(0, WIDTHS[0]), min_size=B, max_size=B),
@@ -147,7 +171,8 @@ class Verbs(RuleBasedStateMachine):
         s, rng, held = self.setting, np.random.default_rng(seed), self._held()
         query, key, value = draw_tokens(rng, s.spec, s.heads, B, width)
         arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
-        if s.masked:
+        width_of_masks = self.kept.layout.mask_width(self.cache.index, self.cache.records.slots)
+        if s.masked and width_of_masks is not None:
             arrays["mask"] = rng.random((B, 1, width, S)) < 0.8
             arrays["bias"] = rng.normal(size=(1, s.heads, width, S)).astype(np.float32)
         before = self.cache
@@ -167,12 +192,13 @@ class Verbs(RuleBasedStateMachine):
             }
             if "mask" in masks:
                 everything.rows[0] = everything.rows[0][:S]
-            want = everything.attend(0, s.spec, s.how, query[b, :fit], held[b], **masks)
+            want = everything.attend(0, s.spec, s.seen, query[b, :fit], held[b], **masks)
             self._compare(out[b, :fit], lse[b, :fit], want, f"row {b} of extend")
             assert not out[b, n:].any(), "padding gives 0"
             assert np.isneginf(lse[b, n:]).all(), "padding has no normaliser"
             self.history.rows[b] += new[:fit]
             self.overflowed[b] |= fit < n
+            self.high[b] = max(self.high[b], held[b] + fit)
         self._nothing_else_moved(before, held, fits)
 
     @rule(counts=COUNTS)
@@ -180,11 +206,14 @@ class Verbs(RuleBasedStateMachine):
         held, before = self._held(), self.cache
         self.cache = _rollback(before, np.asarray(counts, np.int32))
         for b, n in enumerate(counts):
-            if self.kept.refuses(held[b], n):
+            if self.kept.refuses(held[b], n, self.high[b]):
                 self.refused[b] = True
-            else:
-                self.history.rows[b] = self.history.rows[b][: held[b] - n]
-        self._planes_are_those_of(before)
+                continue
+            left = held[b] - n
+            self.history.rows[b] = self.history.rows[b][:left]
+            if n and self.kept.lowers(left):
+                self.high[b] = left
+        self._tokens_are_those_of(before)
 
     @rule(rows=ROWS)
     def reorder(self, rows: list[int]) -> None:
@@ -192,7 +221,8 @@ class Verbs(RuleBasedStateMachine):
         self.history = History([list(self.history.rows[r]) for r in rows])
         self.overflowed = [self.overflowed[r] for r in rows]
         self.refused = [self.refused[r] for r in rows]
-        self._rows_are_those_of(before, rows)
+        self.high = [self.high[r] for r in rows]
+        self._rows_are_those_of(self.cache, before, rows)
 
     @rule(rows=st.lists(st.integers(0, B - 1), min_size=5, max_size=5))
     def fork(self, rows: list[int]) -> None:
@@ -201,8 +231,9 @@ class Verbs(RuleBasedStateMachine):
         assert self.cache.lengths.tolist() == [self._held()[r] for r in rows]
         assert self.cache.overflowed.tolist() == [self.overflowed[r] for r in rows]
         assert self.cache.refused.tolist() == [self.refused[r] for r in rows]
-        self._rows_are_those_of(before, rows)
+        self._rows_are_those_of(self.cache, before, rows)
         self.cache = kept
+        self._rows_are_those_of(kept, before, list(range(B)))
 
     @rule(rows=st.lists(st.booleans(), min_size=B, max_size=B))
     def reset(self, rows: list[bool]) -> None:
@@ -211,7 +242,8 @@ class Verbs(RuleBasedStateMachine):
             if emptied:
                 self.history.rows[b] = []
                 self.overflowed[b] = self.refused[b] = False
-        self._planes_are_those_of(before)
+                self.high[b] = 0
+        self._tokens_are_those_of(before)
 
     @rule()
     def convert_lanes_there_and_back(self) -> None:
@@ -222,7 +254,7 @@ class Verbs(RuleBasedStateMachine):
             assert plane.shape[:-1] == narrow.shape[:-1] and plane.shape[-1] % 128 == 0
             assert not np.asarray(plane)[..., narrow.shape[-1] :].any(), "lane padding is 0"
         self.cache = _narrowed(wide)
-        self._planes_are_those_of(before)
+        self._rows_are_those_of(self.cache, before, list(range(B)))
 
     @rule()
     def poison(self) -> None:
@@ -234,7 +266,7 @@ class Verbs(RuleBasedStateMachine):
         query, _, _ = draw_tokens(rng, s.spec, s.heads, B, 2)
         out, lse = map(np.asarray, _probe(s, self.cache, query))
         for b, held in enumerate(self._held()):
-            want = self.history.attend(b, s.spec, s.how, query[b], held)
+            want = self.history.attend(b, s.spec, s.seen, query[b], held)
             self._compare(out[b], lse[b], want, f"row {b} of attend")
 
     @invariant()
@@ -242,11 +274,15 @@ class Verbs(RuleBasedStateMachine):
         assert self.cache.lengths.tolist() == self._held()
         assert self.cache.overflowed.tolist() == self.overflowed
         assert self.cache.refused.tolist() == self.refused
-        key, value = map(np.asarray, _decoded(self.cache))
+        key, value, places = jax.tree.map(np.asarray, _decoded(self.cache))
         for b, held in enumerate(self._held()):
             want_key, want_value = self.history.arrays(b, self.setting.spec)
-            np.testing.assert_array_equal(key[b, :held], want_key[0])
-            np.testing.assert_array_equal(value[b, :held], want_value[0])
+            entry, slot, order = (x[b] for x in places)
+            there = order >= 0
+            assert sorted(order[there]) == self.kept.orders(held, self.high[b])
+            entry, slot, order = entry[there], slot[there], order[there]
+            np.testing.assert_array_equal(key[entry, slot], want_key[0][order])
+            np.testing.assert_array_equal(value[entry, slot], want_value[0][order])
 
     def _held(self) -> list[int]:
         return [len(row) for row in self.history.rows]
@@ -264,18 +300,25 @@ class Verbs(RuleBasedStateMachine):
         return stored_key, stored_value
 
     def _nothing_else_moved(self, before: LayerCache, held: list[int], fits: list[int]) -> None:
+        entries, slots, orders = map(np.asarray, _places(self.cache))
         for name, plane in self.cache.records.planes.items():
             old, new = bits(before.records.planes[name]), bits(plane)
-            for b, (start, fit) in enumerate(zip(held, fits, strict=True)):
-                np.testing.assert_array_equal(new[b, :, :start], old[b, :, :start])
-                np.testing.assert_array_equal(new[b, :, start + fit :], old[b, :, start + fit :])
+            written = np.zeros((new.shape[0], new.shape[2]), bool)
+            for b, start in enumerate(held):
+                fresh = orders[b] >= start
+                written[entries[b][fresh], slots[b][fresh]] = True
+            still = np.moveaxis(new, 2, 1)[~written]
+            np.testing.assert_array_equal(still, np.moveaxis(old, 2, 1)[~written])
 
-    def _planes_are_those_of(self, before: LayerCache) -> None:
-        self._rows_are_those_of(before, list(range(B)))
+    def _tokens_are_those_of(self, before: LayerCache) -> None:
+        """The tokens that are left are the ones from before, bit by bit."""
+        for b in range(B):
+            had = contents(before, b)
+            assert all(had[k] == token for k, token in contents(self.cache, b).items())
 
-    def _rows_are_those_of(self, before: LayerCache, rows: list[int]) -> None:
-        for name, plane in self.cache.records.planes.items():
-            np.testing.assert_array_equal(bits(plane), bits(before.records.planes[name])[rows])
+    def _rows_are_those_of(self, after: LayerCache, before: LayerCache, rows: list[int]) -> None:
+        for b, r in enumerate(rows):
+            assert contents(after, b) == contents(before, r)
 
 
 def run(setting: Setting, examples: int) -> None:
