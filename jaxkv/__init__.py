@@ -14,6 +14,9 @@ from jaxkv.attention import MultiHeadLatentAttention as MultiHeadLatentAttention
 from jaxkv.attention import MultiQueryAttention as MultiQueryAttention
 from jaxkv.attention import ScoreOptions as ScoreOptions
 from jaxkv.cache import Contiguous as Contiguous
+from jaxkv.cache import Float8 as Float8
+from jaxkv.cache import Int4 as Int4
+from jaxkv.cache import Int8 as Int8
 from jaxkv.cache import KVSpec as KVSpec
 from jaxkv.cache import LayerCache as LayerCache
 from jaxkv.cache import ModelCache as ModelCache

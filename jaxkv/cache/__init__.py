@@ -15,6 +15,9 @@ from jaxkv.cache.layer_cache import Scoring as Scoring
 from jaxkv.cache.layer_cache import create_layer as create_layer
 from jaxkv.cache.model_cache import ModelCache as ModelCache
 from jaxkv.cache.model_cache import gather_layers as gather_layers
+from jaxkv.cache.quantised import Float8 as Float8
+from jaxkv.cache.quantised import Int4 as Int4
+from jaxkv.cache.quantised import Int8 as Int8
 from jaxkv.cache.records import Records as Records
 from jaxkv.cache.records import bytes_per_token as bytes_per_token
 from jaxkv.cache.records import create_records as create_records

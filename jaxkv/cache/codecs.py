@@ -121,11 +121,11 @@ class Raw:
 
     def scores(self, spec: KVSpec, query: jax.Array, block: Planes, precision: Any) -> jax.Array:
         """Multiplies query `[K, M, H + shared]` by a block's keys: float32 `[K, M, Z]`."""
-        out = _product("kmh,kzh->kmz", query[..., : spec.key_width], block["key"], precision)
+        out = block_product("kmh,kzh->kmz", query[..., : spec.key_width], block["key"], precision)
         if spec.shared_width:
             shared = block["shared"]
             shared = jnp.broadcast_to(shared, (query.shape[0], *shared.shape[1:]))
-            out += _product("kmh,kzh->kmz", query[..., spec.key_width :], shared, precision)
+            out += block_product("kmh,kzh->kmz", query[..., spec.key_width :], shared, precision)
         return out
 
     def mix(self, spec: KVSpec, weights: jax.Array, block: Planes, precision: Any) -> jax.Array:
@@ -138,7 +138,7 @@ class Raw:
         # barrier keeps the result's layout from reaching the product.
         begin = first // TILE_LANES * TILE_LANES
         end = min(-(-last // TILE_LANES) * TILE_LANES, plane.shape[-1])
-        out = _product("kmz,kzv->kmv", weights, plane[..., begin:end], precision)
+        out = block_product("kmz,kzv->kmv", weights, plane[..., begin:end], precision)
         if end - begin == spec.value_width:
             return out
         return lax.optimization_barrier(out)[..., first - begin : last - begin]
@@ -150,10 +150,24 @@ def _value(spec: KVSpec, planes: Planes) -> jax.Array:
     return planes["key"][..., spec.value_offset : spec.value_offset + spec.value_width]
 
 
-def _product(expr: str, left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """Multiplies `[K, M, *]` by a block in the wider of both dtypes, summing in float32."""
+def block_product(
+    expr: str, left: jax.Array, right: jax.Array, precision: Any, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Multiplies `[K, M, *]` by a block `[K, Z, *]`, summing in float32.
+
+    Args:
+      expr: "kmh,kzh->kmz" or "kmz,kzv->kmv".
+      left: Queries or weights.
+      right: The block, whose channels may be more than the query's.
+      precision: As in `jax.lax.dot_general`.
+      dtype: Both are multiplied in it; default the wider of both.
+
+    Returns:
+      float32.
+    """
     rows = left.shape[1]
-    dtype = left.dtype if left.dtype == right.dtype else jnp.dtype(jnp.float32)
+    if dtype is None:
+        dtype = left.dtype if left.dtype == right.dtype else jnp.dtype(jnp.float32)
     left = lone_row_doubled(left.astype(dtype), 1)
     if expr.startswith("kmh"):
         left = pad_width(left, right.shape[-1])

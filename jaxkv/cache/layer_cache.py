@@ -183,12 +183,14 @@ class LayerCache(Verbs):
         B, T, N, _ = query.shape
         cache = self.open(T)
         query = cache.emptied(query)
-        key, value = cache.seen_through_codec(*cache.replicated(key, value))
+        key, value = cache.replicated(key, value)
+        # What is stored is encoded once, from what was given: rounding twice moves it again.
+        seen = cache.seen_through_codec(key, value)
         mask, bias = cache.checked(mask, bias, (B, N, T))
         q_order, _ = cache.new_orders(T)
         old = cache.attend(query, scoring, q_order=q_order, mask=mask, bias=bias)
         new = cache.attend_new(
-            query, key, value, scoring, mask=mask, bias=bias, implementation=implementation
+            query, *seen, scoring, mask=mask, bias=bias, implementation=implementation
         )
         out, lse = cache.joined([old, new], sink_logits)
         written = cache.after(out).write(key, value)
@@ -211,8 +213,10 @@ class LayerCache(Verbs):
         r, tokens = self.records, self._token_axes()
 
         def through(key: jax.Array, value: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-            coded = r.codec.decode(r.spec, r.codec.encode(r.spec, key, value))
-            return coded[0].astype(key.dtype), coded[1].astype(key.dtype)
+            if value is None:
+                first = r.spec.value_offset or 0
+                value = key[..., first : first + r.spec.value_width]
+            return _rounded(r.spec, r.codec, key, value)
 
         return local(through, (tokens, tokens), tokens)(key, value)
 
@@ -316,6 +320,21 @@ class LayerCache(Verbs):
         if heads is not None:
             return axes
         return {n: tuple(None if a == "kv_heads" else a for a in ax) for n, ax in axes.items()}
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _rounded(
+    spec: KVSpec, codec: Codec, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Encodes and decodes; gradients pass as if nothing was rounded (straight-through)."""
+    stored = codec.encode(spec, key, None if spec.value_offset is not None else value)
+    key_back, value_back = codec.decode(spec, stored)
+    return key_back.astype(key.dtype), value_back.astype(value.dtype)
+
+
+@_rounded.defjvp
+def _rounded_tangents(spec: KVSpec, codec: Codec, primals: Any, tangents: Any) -> Any:
+    return _rounded(spec, codec, *primals), tangents
 
 
 def create_layer(

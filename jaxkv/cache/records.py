@@ -117,7 +117,11 @@ def converted(old: Records, codec: Codec | None, lanes: int | None) -> Records:
     planes = new.planes(old.spec, lanes)
 
     def recode(stored: Planes) -> Planes:
-        coded = new.encode(old.spec, *old.codec.decode(old.spec, stored))
+        if new == old.codec:  # what is stored is never encoded again
+            coded = {n: x[..., : planes[n].width] if x.ndim > 3 else x for n, x in stored.items()}
+        else:
+            key, value = old.codec.decode(old.spec, stored)
+            coded = new.encode(old.spec, key, None if old.spec.value_offset is not None else value)
         return {n: _widened(x, planes[n].trailing) for n, x in coded.items()}
 
     out_axes = {n: plane_axes(p.heads, 3 + len(p.trailing)) for n, p in planes.items()}

@@ -15,6 +15,9 @@ import numpy as np
 from jaxkv.cache import (
     Codec,
     Contiguous,
+    Float8,
+    Int4,
+    Int8,
     KVSpec,
     LayerCache,
     Layout,
@@ -92,7 +95,12 @@ LAYOUTS = {
         lambda left: left <= 2,
     ),
 }
-CODECS: dict[str, Codec] = {"float32": Raw(jnp.float32)}
+CODECS: dict[str, Codec] = {
+    "float32": Raw(jnp.float32),
+    "int8": Int8(),
+    "int4": Int4(group=4),
+    "float8": Float8(),
+}
 
 
 def scoring(spec: KVSpec, rule: Visibility = RULES["causal"], **options: Any) -> Scoring:
