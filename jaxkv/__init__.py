@@ -20,6 +20,7 @@ from jaxkv.cache import Int8 as Int8
 from jaxkv.cache import KVSpec as KVSpec
 from jaxkv.cache import LayerCache as LayerCache
 from jaxkv.cache import ModelCache as ModelCache
+from jaxkv.cache import Paged as Paged
 from jaxkv.cache import Raw as Raw
 from jaxkv.cache import Ring as Ring
 from jaxkv.core.numerics import Numerics as Numerics

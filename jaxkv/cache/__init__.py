@@ -15,6 +15,7 @@ from jaxkv.cache.layer_cache import Scoring as Scoring
 from jaxkv.cache.layer_cache import create_layer as create_layer
 from jaxkv.cache.model_cache import ModelCache as ModelCache
 from jaxkv.cache.model_cache import gather_layers as gather_layers
+from jaxkv.cache.paged import Paged as Paged
 from jaxkv.cache.quantised import Float8 as Float8
 from jaxkv.cache.quantised import Int4 as Int4
 from jaxkv.cache.quantised import Int8 as Int8

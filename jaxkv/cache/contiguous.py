@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.cache.index import Index, Jobs, Moves, Plan, Reach, empty_index, per_row, take_rows
+from jaxkv.cache.index import (
+    Index,
+    Moves,
+    Plan,
+    Reach,
+    empty_index,
+    stacked_jobs,
+    take_rows,
+    window_job,
+)
 from jaxkv.core.visibility import Visibility
 
 
@@ -40,17 +49,13 @@ class Contiguous:
         start = index.lengths
         fit = jnp.minimum(count, slots - start)
         width = min(length, slots)
-        # A window may not start past S - width, or the slice would be moved back over stored
-        # tokens: it starts earlier and its first lanes are left as they are.
-        slot = jnp.minimum(start, slots - width)
-        low = start - slot
         rows = jnp.arange(start.shape[0], dtype=jnp.int32)
-        high = jnp.minimum(low + fit, width)
-        jobs = per_row(Jobs(rows, slot, rows, -low, low, high, width))
+        none = jnp.zeros_like(start)
+        jobs = window_job(rows, start, none, jnp.minimum(fit, width), width, slots)
         after = dataclasses.replace(
             index, lengths=start + fit, overflowed=index.overflowed | (fit < count)
         )
-        return Plan(start, count, None, jobs, after)
+        return Plan(start, count, None, stacked_jobs([jobs]), after)
 
     def span(
         self, index: Index, row: jax.Array, slots: int, size: int, reach: Reach

@@ -17,6 +17,7 @@ from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Index, Jobs, Plan
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache
+from jaxkv.cache.paged import Paged, Pages
 from jaxkv.cache.quantised import Float8, Int4, Int8
 from jaxkv.cache.records import Records
 from jaxkv.cache.ring import Ring
@@ -96,6 +97,6 @@ def _restored(x: Any) -> Any:
 
 
 register_export(
-    nodes=(Index, Jobs, Plan, Records, LayerCache, ModelCache),
-    choices=(KVSpec, Raw, Contiguous, Ring, Int8, Int4, Float8),
+    nodes=(Index, Jobs, Plan, Records, LayerCache, ModelCache, Pages),
+    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Int8, Int4, Float8),
 )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -118,9 +118,29 @@ class Jobs:
         return jobs, jnp.sum(live.astype(jnp.int32))
 
 
-def per_row(jobs: Jobs) -> Jobs:
-    """Gives jobs of one window per row, `[B]`, the axis that counts windows."""
-    return jax.tree.map(lambda x: x[:, None], jobs)
+def window_job(
+    entry: jax.Array, slot: jax.Array, token: jax.Array, count: jax.Array, width: int, slots: int
+) -> Jobs:
+    """Makes one window per row: it writes `count` tokens from number `token` on to `slot` on.
+
+    Args:
+      entry: int32 `[B]`, where to.
+      slot: int32 `[B]`, the first slot.
+      token: int32 `[B]`, the first token, of the row's own.
+      count: int32 `[B]`, at most `width`, and so that all lie inside the entry.
+      width: Slots of every window.
+      slots: S, slots of an entry.
+    """
+    # A window may not run past the end, so it starts earlier and its first lanes are left alone.
+    begin = jnp.minimum(slot, slots - width)
+    low = slot - begin
+    rows = jnp.arange(slot.shape[0], dtype=jnp.int32)
+    return Jobs(entry, begin, rows, token - low, low, low + count, width)
+
+
+def stacked_jobs(jobs: Sequence[Jobs]) -> Jobs:
+    """Stacks windows `[B]` to `[B, J]`."""
+    return jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *jobs)
 
 
 @jax.tree_util.register_dataclass

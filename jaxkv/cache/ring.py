@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.cache.index import UNBOUNDED, Index, Jobs, Moves, Plan, Reach, empty_index, take_rows
+from jaxkv.cache.index import (
+    UNBOUNDED,
+    Index,
+    Moves,
+    Plan,
+    Reach,
+    empty_index,
+    stacked_jobs,
+    take_rows,
+    window_job,
+)
 from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
 
@@ -97,15 +107,14 @@ class Ring:
             (jnp.full_like(begin, min(pinned, slots - 1)), first + before, left - before),
         ]
         rows = jnp.arange(start.shape[0], dtype=jnp.int32)
-        jobs = [_job(rows, s, t - start, n, width, slots) for s, t, n in segments]
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *jobs)
+        jobs = [window_job(rows, s, t - start, n, width, slots) for s, t, n in segments]
         after = dataclasses.replace(
             index,
             lengths=end,
             overflowed=index.overflowed | (fit < count),
             state=jnp.maximum(index.state, end),
         )
-        return Plan(start, count, None, stacked, after)
+        return Plan(start, count, None, stacked_jobs(jobs), after)
 
     def span(
         self, index: Index, row: jax.Array, slots: int, size: int, reach: Reach
@@ -185,13 +194,3 @@ class Ring:
         """A mask counts keys by order, of which there is no end."""
         limit = self.limit(index, slots)
         return None if limit == UNBOUNDED else limit
-
-
-def _job(
-    rows: jax.Array, slot: jax.Array, token: jax.Array, count: jax.Array, width: int, slots: int
-) -> Jobs:
-    """Makes one window per row that writes `count` tokens from number `token` on to `slot` on."""
-    # A window may not run past the end, so it starts earlier and its first lanes are left alone.
-    begin = jnp.minimum(slot, slots - width)
-    low = slot - begin
-    return Jobs(rows, begin, rows, token - low, low, low + count, width)

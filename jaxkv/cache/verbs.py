@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.cache.codecs import Codec
-from jaxkv.cache.index import Index, Layout, Moves, flagged, raise_if, unflagged
+from jaxkv.cache.index import Index, Layout, Moves, flagged, raise_if, take_rows, unflagged
 from jaxkv.cache.plans import Group
 from jaxkv.cache.records import Records, bytes_per_token, converted, physical_bytes, tree_bytes
 from jaxkv.core.sharding import Rules, local, named
@@ -188,11 +188,35 @@ class Verbs:
         new, moves = [], []
         for layout, index in zip(layouts, indices, strict=True):
             gathered, move = layout.gather(index, there)
+            lost = gathered.refused & ~take_rows(index.refused, there)
+            raise_if(lost, lambda: "no page is left for copies of the last pages of rows")
             emptied = layout.reset(gathered, missing)
             new.append(dataclasses.replace(emptied, refused=emptied.refused | missing))
             moves.append(move)
         moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
         return self._rebuilt(tuple(new), moved)
+
+    def share(self, rows: jax.Array, count: jax.Array) -> Self:
+        """Makes row i begin anew with the first tokens of another row (a shared prefix).
+
+        Args:
+          rows: int32 `[B]`, the row to take them from; -1 leaves row i as it is.
+          count: int32 `[B]`, how many tokens.
+
+        Returns:
+          The cache. Full pages are shared, not copied; a row that does not have so many tokens
+          comes out whole and `refused`.
+
+        Raises:
+          ValueError: Outside `jit`, if a row does not exist or does not have so many tokens.
+        """
+        check_arrays(rows=rows, count=count)
+        own = jnp.arange(self.lengths.shape[0], dtype=jnp.int32)
+        if rows.shape != own.shape or count.shape != own.shape:
+            raise ValueError(f"share rows {rows.shape}, count {count.shape}: want {own.shape}.")
+        forked = self.fork(jnp.where(rows < 0, own, rows))
+        left = jnp.where(rows < 0, forked.lengths, count)
+        return forked.rollback(forked.lengths - left)
 
     def convert(self, *, codec: Codec | None = None, lanes: int | None = None) -> Self:
         """Stores the same tokens in another codec or with other lane padding."""

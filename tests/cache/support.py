@@ -21,6 +21,7 @@ from jaxkv.cache import (
     KVSpec,
     LayerCache,
     Layout,
+    Paged,
     Raw,
     Ring,
     Scoring,
@@ -93,6 +94,14 @@ LAYOUTS = {
         ),
         _in_ring,
         lambda left: left <= 2,
+    ),
+    # With pages to spare; what happens without stands in test_paged.py.
+    "paged": Kept(
+        Paged(4, pages=256),
+        lambda held, slots: -(-slots // 4) * 4 - held,
+        lambda held, n, high: n > held,
+        lambda held, high: list(range(held)),
+        lambda left: True,
     ),
 }
 CODECS: dict[str, Codec] = {

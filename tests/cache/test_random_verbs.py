@@ -185,8 +185,9 @@ class Verbs(RuleBasedStateMachine):
         arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
         width_of_masks = self.kept.layout.mask_width(self.cache.index, self.cache.records.slots)
         if s.masked and width_of_masks is not None:
-            arrays["mask"] = rng.random((B, 1, width, S)) < 0.8
-            arrays["bias"] = rng.normal(size=(1, s.heads, width, S)).astype(np.float32)
+            keys = width_of_masks
+            arrays["mask"] = rng.random((B, 1, width, keys)) < 0.8
+            arrays["bias"] = rng.normal(size=(1, s.heads, width, keys)).astype(np.float32)
         before = self.cache
         out, lse, self.cache = _extend(s, before, arrays, np.asarray(counts, np.int32))
         out, lse = np.asarray(out), np.asarray(lse)
@@ -198,12 +199,12 @@ class Verbs(RuleBasedStateMachine):
             everything = History([self.history.rows[b] + new])
             # What does not fit is given no meaning: only tokens that stay are compared.
             masks = {
-                name: np.broadcast_to(arrays[name], (B, s.heads, width, S))[b, :, :fit]
+                name: np.broadcast_to(arrays[name], (B, s.heads, width, width_of_masks))[b, :, :fit]
                 for name in ("mask", "bias")
                 if name in arrays
             }
             if "mask" in masks:
-                everything.rows[0] = everything.rows[0][:S]
+                everything.rows[0] = everything.rows[0][:width_of_masks]
             want = everything.attend(0, s.spec, s.seen, query[b, :fit], held[b], **masks)
             self._compare(out[b, :fit], lse[b, :fit], want, f"row {b} of extend")
             assert not out[b, n:].any(), "padding gives 0"
