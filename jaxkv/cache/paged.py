@@ -210,7 +210,8 @@ class Paged:
         kept = columns * size < moved.lengths[:, None]
         kept &= ~(torn[:, None] & (columns == last[:, None]))
         source = _column(table, last)
-        references = jnp.zeros_like(index.state.references)
+        none = jnp.zeros_like(index.lengths)
+        references = _released(index.state, index.lengths, none, size)
         references = _counted(references, jnp.where(kept, table, NOBODY))
         ids, granted = _allocate(references, torn.astype(jnp.int32), 1)
         lost = torn & (granted == 0)
@@ -218,7 +219,7 @@ class Paged:
         references = _counted(references, target)
         place = jnp.where(target >= 0, last, table.shape[1])
         table = _set_columns(jnp.where(kept, table, NOBODY), place[:, None], target[:, None])
-        made = dataclasses.replace(moved, refused=moved.refused, state=Pages(table, references))
+        made = dataclasses.replace(moved, state=Pages(table, references))
         emptied = self.reset(made, lost)
         made = dataclasses.replace(emptied, refused=emptied.refused | lost)
         return made, Moves(source=jnp.maximum(source, 0), target=target)
