@@ -263,6 +263,12 @@ class Attention(nnx.Module):
         if not isinstance(cache, LayerCache):
             raise ValueError(f"cache is a {type(cache).__name__}: want a LayerCache of init_cache.")
         cache.check_alive()
+        if cache.context != self.reads_context:
+            kinds = ("its own tokens", "a context")
+            raise ValueError(
+                f"this cache belongs to another module: it holds {kinds[cache.context]}, "
+                f"{type(self).__name__} reads {kinds[self.reads_context]}."
+            )
         want = self.spec.replicated(cache.replicas)
         if cache.records.spec != want:
             raise ValueError(

@@ -125,6 +125,7 @@ class CrossAttention(HeadAttention):
         if positions is not None:
             raise ValueError("positions: cross-attention has no rotation that they are for.")
         self._check_context(context, context_lengths, B)
+        context = None if context is None else context.astype(x.dtype)
         key = self._dropout_key(deterministic, rngs, cached=cache is not None)
         tokens = uncached_tokens(B, T, None, segment_ids, lengths)
         call = Call(tokens, mask, bias, key)
@@ -197,6 +198,8 @@ class CrossAttention(HeadAttention):
             if lengths is not None:
                 raise ValueError("context_lengths without a context: pass both.")
             return
+        if not jnp.issubdtype(context.dtype, jnp.floating):
+            raise ValueError(f"context is {context.dtype}: want a float dtype.")
         if context.ndim != 3 or context.shape[::2] != (batch, self.context_features):
             raise ValueError(
                 f"context {context.shape}: want [{batch}, S, {self.context_features}]."

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,10 @@ class LatentOptions:
     query_latent_dim: int | None = None
     form: Form | None = None
     norm_epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.form not in (None, *get_args(Form)):
+            raise ValueError(f"form={self.form!r}: want one of {get_args(Form)}, or None.")
 
 
 class MultiHeadLatentAttention(Attention):

@@ -46,7 +46,7 @@ class ScoreOptions:
             raise ValueError(f"scale={self.scale}: want a finite number, or None.")
         if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
             raise ValueError(f"soft_cap={self.soft_cap}: want a finite number above 0, or None.")
-        if self.pinned < 0:
+        if isinstance(self.pinned, bool) or not isinstance(self.pinned, int) or self.pinned < 0:
             raise ValueError(f"pinned={self.pinned}: want at least 0 tokens.")
 
 
@@ -131,6 +131,8 @@ def check_options(options: HeadOptions) -> None:
             f"unknown options {unknown}: want of {sorted(HeadOptions.__annotations__)}."
         )
     check_sizes(**{name: options.get(name) for name in ("head_dim", "value_dim", "out_features")})
+    if options.get("use_bias", False) not in (True, False, "qkv"):
+        raise ValueError(f"use_bias={options.get('use_bias')!r}: want True, False or 'qkv'.")
     for name, kind in KINDS.items():
         value = options.get(name)
         if value is not None and not isinstance(value, kind):

@@ -48,13 +48,14 @@ def uncached_tokens(
         real = segments_from_lengths(lengths, length)
         segments = real if segments is None else jnp.where(real != 0, segments, 0)
     order = orders(length) if segments is None else segment_positions(segments)
-    return Tokens(order, order if positions is None else positions, segments)
+    return Tokens(order, order if positions is None else positions.astype(jnp.int32), segments)
 
 
 def cached_tokens(plan: Plan, length: int, positions: jax.Array | None) -> Tokens:
     """Places the (compacted) tokens of a call that continues a cache."""
     order = plan.start[:, None] + orders(length)
     real = (orders(length) < plan.count[:, None]).astype(jnp.int32)
+    positions = None if positions is None else positions.astype(jnp.int32)
     if positions is not None and plan.order is not None:
         shape = (order.shape[0], length)
         positions = take_tokens(jnp.broadcast_to(positions, shape), plan.order)

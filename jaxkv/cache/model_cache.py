@@ -46,6 +46,17 @@ class ModelCache(Verbs):
     def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> ModelCache:
         return dataclasses.replace(self, indices=indices, layers=layers)
 
+    @property
+    def context_lengths(self) -> jax.Array | None:
+        """int32 `[B]`, tokens of the context that each row holds; `None` if there is none."""
+        return self.indices[self.steps].lengths if self.steps < len(self.indices) else None
+
+    @property
+    def context_capacity(self) -> int | None:
+        """Slots of each row's context, in tokens; `None` if there is none."""
+        slots = [r.slots for r, g in zip(self.layers, self.groups, strict=True) if g >= self.steps]
+        return min(slots, default=None)
+
     def open(
         self, length: int, lengths: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> ModelCache:

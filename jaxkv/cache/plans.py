@@ -98,8 +98,9 @@ def _real_tokens(
         return jnp.clip(lengths.astype(jnp.int32), 0, length), None
     if segment_ids is None:
         return jnp.full((batch,), length, jnp.int32), None
-    if segment_ids.shape != (batch, length):
+    if segment_ids.shape not in ((batch, length), (1, length)):
         raise ValueError(f"segment_ids {segment_ids.shape}: want ({batch}, {length}).")
+    segment_ids = jnp.broadcast_to(segment_ids, (batch, length))
     _check_one_sequence(segment_ids)
     count = jnp.sum((segment_ids != 0).astype(jnp.int32), axis=1)
     return count, compaction(segment_ids)

@@ -18,6 +18,7 @@ from jaxkv.cache.reading import BlockView as BlockView
 from jaxkv.cache.reading import Reading as Reading
 from jaxkv.cache.reading import choose_tile
 from jaxkv.cache.write import zero_cotangent
+from jaxkv.core.numerics import exp_below
 from jaxkv.ops.operands import capped
 
 
@@ -117,7 +118,7 @@ def _outputs(
             new_top = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
             shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
             p = _weights(seen, scores, shift)
-            old = jnp.where(jnp.isfinite(top), jnp.exp(top - shift), 0.0)
+            old = jnp.where(jnp.isfinite(top), exp_below(top - shift), 0.0)
             mixed = _mix(how, p.astype(q.dtype), block, inputs.weights)
             total = total * old + jnp.sum(p, axis=-1)
             return new_top, total, acc * old[..., None] + mixed
@@ -223,7 +224,7 @@ def _scores(
 
 def _weights(seen: jax.Array, scores: jax.Array, shift: jax.Array) -> jax.Array:
     """Exponentiates the scores that are seen; others reach neither result nor gradient."""
-    return jnp.where(seen, jnp.exp(jnp.where(seen, scores - shift[..., None], 0.0)), 0.0)
+    return jnp.where(seen, exp_below(jnp.where(seen, scores - shift[..., None], 0.0)), 0.0)
 
 
 def _mix(how: Reading, p: jax.Array, block: Planes, weights: Any) -> jax.Array:

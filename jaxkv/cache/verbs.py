@@ -113,6 +113,7 @@ class Verbs:
         Raises:
           ValueError: Outside `jit`, if a row is refused.
         """
+        self.check_alive()
         groups = self._groups()
         held = groups[0].index.lengths
         count = jnp.asarray(count)
@@ -121,7 +122,7 @@ class Verbs:
             raise ValueError(f"rollback count {count.dtype}{count.shape}: want {want}.")
         count = count.astype(jnp.int32)
 
-        def back(indices: tuple[Index, ...], count: jax.Array) -> tuple[tuple[Index, ...], Any]:
+        def back(indices: tuple[Index, ...], count: jax.Array) -> Any:
             def each(count: jax.Array) -> list[tuple[Index, Moves]]:
                 return [
                     g.layout.rollback(unflagged(i), g.slots, count)
@@ -145,6 +146,7 @@ class Verbs:
 
     def reset(self, rows: jax.Array | None = None) -> Self:
         """Empties rows and clears their flags; `rows` is bool `[B]`, default all."""
+        self.check_alive()
         layouts, indices, layers, _ = self._parts()
         if rows is None:
             rows = jnp.ones(indices[0].refused.shape, jnp.bool_)
@@ -157,6 +159,11 @@ class Verbs:
             return tuple(lay.reset(i, rows) for lay, i in zip(layouts, indices, strict=True))
 
         return self._rebuilt(_by_rows(emptied)(indices, rows), layers)
+
+    def clear_flags(self) -> Self:
+        """Clears `overflowed` and `refused` of every row, once the caller has dealt with them."""
+        _, indices, layers, _ = self._parts()
+        return self._rebuilt(tuple(map(unflagged, indices)), layers)
 
     def reorder(self, rows: jax.Array) -> Self:
         """Makes row i what row `rows[i]` was (beams): int32 `[B]`; else as `fork`."""
@@ -177,6 +184,7 @@ class Verbs:
         Raises:
           ValueError: Outside `jit`, if a row does not exist.
         """
+        self.check_alive()
         layouts, indices, layers, groups = self._parts()
         batch = indices[0].lengths.shape[0]
         check_arrays(rows=rows)

@@ -16,13 +16,14 @@ NOTE = "model.json"
 
 @dataclasses.dataclass(frozen=True)
 class ModelNote:
-    """States a trained model's architecture."""
+    """States a trained model's architecture, and which text it learns from."""
 
     variant: str
     layers: int
     features: int
     heads: int
     mlp_features: int
+    text_sha256: str = ""
 
     def make(self, numerics: Numerics, **options: object) -> Decoder:
         """Builds the model with new parameters."""
@@ -41,9 +42,13 @@ class ModelNote:
         Raises:
           ValueError: If the directory holds a run of another model.
         """
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{directory} is a file: --output wants a folder.")
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / NOTE).exists() and (there := read_note(directory)) != self:
-            raise ValueError(f"{directory} holds a run of another model: {there}, not {self}.")
+            same = dataclasses.replace(there, text_sha256=self.text_sha256) == self
+            what = "text" if same else "model"
+            raise ValueError(f"{directory} holds a run of another {what}: {there}, not {self}.")
         (directory / NOTE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 

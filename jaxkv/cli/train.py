@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 
@@ -71,6 +73,7 @@ def train(
         sized.features,
         sized.heads,
         default_mlp(sized),
+        hashlib.sha256(np.concatenate(list(data.parts.values())).tobytes()).hexdigest(),
     )
     model = note.make(compute_numerics(dtype), dropout_rate=dropout, remat=remat, seed=seed)
     note.write(output)

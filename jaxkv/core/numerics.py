@@ -20,12 +20,21 @@ class Numerics:
       param_dtype: Storage dtype of parameters.
       precision: Passed to every matrix product, as in `jax.lax.dot_general`.
       implementation: Who computes attention over a call's own tokens, as in `ops.attention`.
+
+    Raises:
+      ValueError: If a dtype is no float dtype.
     """
 
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: Any = None
     implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "param_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"{name}={dtype}: want a float dtype.")
 
     def compute(self, x: jax.Array) -> jax.Array:
         """Casts an activation to the compute dtype."""
@@ -50,3 +59,20 @@ def lone_row_doubled(x: jax.Array, axis: int) -> jax.Array:
     if x.shape[axis] != 1 or x.dtype.itemsize != 2:
         return x
     return jnp.concatenate([x, x], axis=axis)
+
+
+@jax.custom_jvp
+def exp_below(x: jax.Array) -> jax.Array:
+    """Exponentiates numbers that are at most 0, but for rounding.
+
+    A softmax subtracts the largest score. XLA may compute scores twice, in two parts of a program,
+    and very large ones then differ by more than `exp` can take. The gradient is that of `exp`: the
+    largest score, which may come out a hair above 0, keeps its own.
+    """
+    return jnp.exp(jnp.minimum(x, jnp.zeros((), x.dtype)))
+
+
+@exp_below.defjvp
+def _exp_below_tangent(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    y = exp_below(*primals)
+    return y, y * tangents[0]

@@ -37,10 +37,12 @@ class Visibility:
     pinned: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal={self.causal!r}: want True or False.")
         if isinstance(self.window, tuple):
-            bad = len(self.window) != 2 or min(self.window) < 0
+            bad = len(self.window) != 2 or not all(map(_is_count, self.window))
         else:
-            bad = self.window is not None and self.window < 1
+            bad = self.window is not None and not (_is_count(self.window) and self.window >= 1)
         if bad:
             raise ValueError(f"window={self.window}: want W >= 1 keys, or (left, right) >= 0.")
         if self.window is not None and not isinstance(self.window, tuple) and not self.causal:
@@ -48,7 +50,7 @@ class Visibility:
                 f"window={self.window} with causal=False does not say how far a query looks "
                 f"ahead: want (left, right), for example ({self.window - 1}, 0)."
             )
-        if self.pinned < 0 or (self.pinned and self.window is None):
+        if not _is_count(self.pinned) or (self.pinned and self.window is None):
             raise ValueError(f"pinned={self.pinned}: want >= 0, and a window to be pinned beside.")
 
     @property
@@ -103,6 +105,10 @@ class Visibility:
         if not self.causal:
             end = jnp.maximum(end, self.pinned)
         return first, end
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 0)
 
 
 def visible(

@@ -17,6 +17,14 @@ from jax import lax
 
 from jaxkv.cache.model_cache import ModelCache
 from jaxkv.core.sharding import constrain
+from jaxkv.core.trees import check_sizes
+from jaxkv.generation.prompts import (
+    bucket,
+    check_context,
+    check_fit,
+    checked_stops,
+    padded_prompts,
+)
 from jaxkv.generation.sampling import Sampling, sample
 from jaxkv.models.decoder import Decoder
 
@@ -163,20 +171,22 @@ class Run:
         context: jax.Array | None = None,
         context_lengths: jax.Array | None = None,
     ) -> None:
-        tokens, lengths = _padded(prompts, lengths, model.vocab)
+        check_sizes(max_new_tokens=max_new_tokens)
+        sampling = sampling if sampling is not None else Sampling()
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling={sampling!r}: want a Sampling, such as Sampling(0.8).")
+        tokens, lengths = padded_prompts(prompts, lengths, model)
         B = tokens.shape[0]
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: want at least 1.")
-        stop_tokens = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
-        if bad := [t for t in stop_tokens if not 0 <= t < model.vocab]:
-            raise ValueError(f"stop_tokens {bad}: want tokens of 0 to {model.vocab - 1}.")
         if cache is None:
             # Rounded up like the prompts, so that few capacities compile anew.
-            longest = int(np.max(np.asarray(lengths)))
-            width = None if context is None else context.shape[1]
-            cache = model.init_cache(B, _bucket(longest + max_new_tokens), context_capacity=width)
-        _check_fit(cache, np.asarray(lengths))
-        self.how = _How(sampling if sampling is not None else Sampling(), tuple(stop_tokens))
+            longest = int(np.max(np.asarray(lengths))) + int(max_new_tokens)
+            width = None if context is None else np.shape(context)[1]
+            cache = model.init_cache(B, bucket(longest, model), context_capacity=width)
+        check_fit(cache, np.asarray(lengths))
+        check_context(cache, context, context_lengths)
+        # Its flags are of earlier calls; a row that overflows now is told from those.
+        cache = cache.clear_flags()
+        self.how = _How(sampling, checked_stops(stop_tokens, model.vocab))
         self.graph, state = nnx.split(model)
         self.state = nnx.as_pure(state)
         keys = jax.random.split(jax.random.key(seed), B)
@@ -258,55 +268,6 @@ def _drawn(how: _How, carry: _Carry, logits: jax.Array) -> _Carry:
     reasons = jnp.where(stops, StopReason.STOP_TOKEN, reasons)
     reasons = jnp.where(active, reasons, carry.reasons).astype(jnp.int32)
     return dataclasses.replace(carry, tokens=tokens, counts=counts, reasons=reasons, pending=token)
-
-
-def _padded(prompts: Any, lengths: jax.Array | None, vocab: int) -> tuple[jax.Array, jax.Array]:
-    """Pads prompts to one of a few widths, so that few of them compile anew."""
-    if isinstance(prompts, (jax.Array, np.ndarray)):
-        rows = np.asarray(prompts)
-        if rows.ndim != 2 or not np.issubdtype(rows.dtype, np.integer):
-            raise ValueError(f"prompts {rows.dtype}{rows.shape}: want int32 [B, T] or token lists.")
-        counts = (
-            np.full((rows.shape[0],), rows.shape[1]) if lengths is None else np.asarray(lengths)
-        )
-        if counts.shape != (rows.shape[0],) or counts.max(initial=0) > rows.shape[1]:
-            raise ValueError(f"lengths {counts.tolist()} do not fit prompts {rows.shape}.")
-        prompts = [row[:n] for row, n in zip(rows, counts, strict=True)]
-    elif isinstance(prompts, str) or not all(hasattr(p, "__len__") for p in prompts):
-        raise ValueError("prompts want a list of token lists, one for each row: [[1, 2], [3]].")
-    elif lengths is not None:
-        raise ValueError("lengths belong to an array of prompts; token lists know their own.")
-    counts = np.array([len(p) for p in prompts], np.int32)
-    if counts.size == 0 or counts.min() < 1:
-        raise ValueError(f"prompts of {counts.tolist()} tokens: want at least one token in each.")
-    width = _bucket(int(counts.max()))
-    tokens = np.zeros((counts.size, width), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = np.asarray(prompt)
-    if tokens.min() < 0 or tokens.max() >= vocab:
-        raise ValueError(
-            f"prompts hold tokens {tokens.min()} to {tokens.max()}: want 0 to {vocab - 1}."
-        )
-    return jnp.asarray(tokens), jnp.asarray(counts)
-
-
-def _bucket(length: int) -> int:
-    """Rounds a prompt's length up: powers of two to 64, then multiples of 64."""
-    if length > 64:
-        return -(-length // 64) * 64
-    return 1 << (length - 1).bit_length()
-
-
-def _check_fit(cache: ModelCache, counts: np.ndarray) -> None:
-    cache.check_alive()
-    held = np.asarray(cache.lengths)
-    if held.shape != counts.shape:
-        raise ValueError(f"{counts.size} prompts for a cache of {held.size} rows: want the same.")
-    if np.any(held + counts > cache.capacity):
-        raise ValueError(
-            f"prompts of {counts.tolist()} tokens do not fit: rows hold {held.tolist()} of "
-            f"{cache.capacity}."
-        )
 
 
 def _show(carry: _Carry, shown: np.ndarray, on_tokens: OnTokens) -> np.ndarray:

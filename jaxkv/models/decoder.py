@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 from jaxkv.attention.base import Attention
+from jaxkv.attention.heads import check_rate
 from jaxkv.attention.options import written_out
 from jaxkv.attention.projection import Projection, parameter
 from jaxkv.attention.tokens import (
@@ -98,6 +99,9 @@ class Decoder(nnx.Module):
             mlp_features=mlp_features,
             max_positions=max_positions,
         )
+        if not isinstance(rngs, nnx.Rngs):
+            raise ValueError(f"rngs={rngs!r}: want nnx.Rngs(seed) to draw the parameters.")
+        check_rate(dropout_rate)
         numerics = numerics if numerics is not None else Numerics()
         self.vocab, self.features, self.remat = vocab, features, remat
         self.dropout_rate, self.numerics, self.max_positions = dropout_rate, numerics, max_positions
@@ -111,7 +115,7 @@ class Decoder(nnx.Module):
         )
         make_norm = norm_maker(norm, features, norm_epsilon, numerics, rngs)
         blocks = []
-        if isinstance(attention, nnx.Module):
+        if isinstance(attention, (nnx.Module, str)):
             raise ValueError(
                 f"attention is a {type(attention).__name__}: want a factory, such as "
                 "functools.partial(GroupedQueryAttention, num_heads=8), or one for each layer."
@@ -272,10 +276,15 @@ class Decoder(nnx.Module):
             raise ValueError(
                 f"capacity {capacity} is more than the {self.max_positions} learned positions."
             )
-        if (context_capacity is not None) != self._reads_context():
+        check_sizes(context_capacity=context_capacity)
+        if context_capacity is None and self._reads_context():
             raise ValueError(
-                f"context_capacity={context_capacity}: want the slots of a context if, and only "
-                "if, the model has layers of CrossAttention."
+                "this model has layers of CrossAttention: pass context_capacity=, the slots of "
+                "their context (to generate: context=)."
+            )
+        if context_capacity is not None and not self._reads_context():
+            raise ValueError(
+                f"context_capacity={context_capacity}: no layer of this model is a CrossAttention."
             )
         number = len(self.blocks)
         layouts = _per_layer(layout, number, "layouts")
@@ -320,7 +329,8 @@ class Decoder(nnx.Module):
     def _given_context(
         self, context: jax.Array | None, lengths: jax.Array | None
     ) -> dict[str, Any]:
-        if context is not None and not self._reads_context():
+        check_arrays(context=context, context_lengths=lengths)
+        if (context is not None or lengths is not None) and not self._reads_context():
             raise ValueError("context: no layer of this model is a CrossAttention that reads one.")
         return dict(context=context, context_lengths=lengths)
 
@@ -344,7 +354,9 @@ class Decoder(nnx.Module):
                 )
             table = self.position_embedding[...].astype(dtype)
             sharding = out_sharding(("batch", None, "embed"), (*positions.shape, self.features))
-            added = table.at[positions].get(mode="fill", out_sharding=sharding)
+            self._check_known_positions(placed)
+            rows = table.at[positions]
+            added = rows.get(mode="fill", wrap_negative_indices=False, out_sharding=sharding)
             x = x + jnp.broadcast_to(added, x.shape)
         return dropped(x, self.dropout_rate, self._layer_key(key, len(self.blocks)))
 
@@ -368,6 +380,19 @@ class Decoder(nnx.Module):
         if values.min() < 0 or values.max() >= self.vocab:
             raise ValueError(
                 f"tokens of {values.min()} to {values.max()}: want 0 to {self.vocab - 1}."
+            )
+
+    def _check_known_positions(self, placed: Tokens) -> None:
+        """Checks learned positions outside `jit`; inside, an unknown one gets NaN."""
+        if not is_known(placed.positions) or not is_known(placed.segments):
+            return
+        values = np.asarray(placed.positions)
+        if placed.segments is not None:
+            values = np.where(np.asarray(placed.segments) != 0, values, 0)
+        if values.size and (values.min() < 0 or values.max() >= self.max_positions):
+            raise ValueError(
+                f"positions of {values.min()} to {values.max()}: want 0 to "
+                f"{(self.max_positions or 0) - 1}."
             )
 
     def _check_cache(self, cache: ModelCache, batch: int) -> None:

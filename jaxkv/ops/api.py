@@ -339,6 +339,8 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         raise ValueError(f"{got}: {N} query heads are no multiple of {K} KV heads.")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"{query.dtype}, {key.dtype}, {value.dtype}: want one dtype for all.")
+    if not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(f"query, key and value are {query.dtype}: want a float dtype.")
 
 
 def _check_ints(**arrays: tuple[jax.Array, int, int]) -> None:

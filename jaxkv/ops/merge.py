@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxkv.core.numerics import exp_below
+
 
 def merge(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Merges attention outputs over disjoint keys into the output over all of them.
@@ -62,11 +64,11 @@ def add_sink(
     seen = jnp.isfinite(lse)
     finite = jnp.where(seen, lse, 0.0)
     joined = jnp.logaddexp(finite, sink)
-    share = jnp.where(seen, jnp.exp(finite - joined), 0.0)
+    share = jnp.where(seen, exp_below(finite - joined), 0.0)
     joined = jnp.where(seen, joined, jnp.broadcast_to(sink, lse.shape))
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype), joined
 
 
 def _safe_exp(lse: jax.Array, top: jax.Array) -> jax.Array:
     seen = jnp.isfinite(lse)
-    return jnp.where(seen, jnp.exp(jnp.where(seen, lse - top, 0.0)), 0.0)
+    return jnp.where(seen, exp_below(jnp.where(seen, lse - top, 0.0)), 0.0)

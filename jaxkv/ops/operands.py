@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxkv.core.numerics import exp_below
 from jaxkv.core.trees import static
 from jaxkv.core.visibility import Visibility, visible
 
@@ -111,7 +112,7 @@ def masked_softmax(scores: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.A
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True, initial=-jnp.inf)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
     # `where` on both sides of exp: an unseen score must not reach exp's gradient either.
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top, 0.0)), 0.0)
+    weights = jnp.where(seen, exp_below(jnp.where(seen, scores - top, 0.0)), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     empty = total == 0
     weights = weights / jnp.where(empty, 1.0, total)

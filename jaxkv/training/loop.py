@@ -89,6 +89,8 @@ def train(
     state = place_state(program, program.init(parameters(model)), mesh)
     checkpoints = None if directory is None else Checkpoints(directory)
     state = _started(state, checkpoints, resume)
+    if int(state.step) > config.steps:
+        raise ValueError(f"the run is at step {int(state.step)}: want steps of at least that many.")
     journal = Journal(directory, config, int(state.step))
     with Progress(config.steps, int(state.step), progress) as bar:
         run = _Run(program, data, mesh, checkpoints, journal, bar, on_metrics)

@@ -22,6 +22,7 @@ from jaxkv.attention import (
     ScoreOptions,
 )
 from jaxkv.cache.codecs import Raw
+from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
 from jaxkv.core.rotary_scaling import DynamicNTK
 
@@ -86,6 +87,15 @@ BUILDING: dict[str, tuple[Callable[[], Any], str]] = {
         r"window=3 with causal=False .* want \(left, right\), for example \(2, 0\)",
     ),
     "pinned": (lambda: made(score=ScoreOptions(pinned=2)), "pinned=2: want .* a window"),
+    "window of a flag": (lambda: made(window=True), "window=True: want W >= 1"),
+    "window of a part": (lambda: made(window=2.5), "window=2.5: want W >= 1"),
+    "causal": (lambda: made(causal="no"), "causal='no': want True or False"),
+    "biases": (lambda: made(use_bias="kv"), "use_bias='kv': want True, False or 'qkv'"),
+    "form": (lambda: LatentOptions(form="foo"), "form='foo': want one of"),
+    "whole numbers to compute in": (
+        lambda: Numerics(dtype=jnp.int32),
+        "dtype=.*int32.*: want a float",
+    ),
     "dropout": (lambda: made(dropout_rate=1.0), "dropout_rate=1.0: want 0 <= rate < 1"),
     "rotary of an odd head": (
         lambda: made(in_features=12, rotary=Rotary()),
@@ -198,6 +208,15 @@ def test_a_cache_of_another_module(variant: Any) -> None:
         traced(attn, cache=attn.init_cache(3, 8), **given)
     with pytest.raises(ValueError, match="cache is a dict: want a LayerCache of init_cache"):
         traced(attn, cache={}, **given)
+
+
+def test_a_context_is_not_taken_for_tokens() -> None:
+    own, cross = made(), made(CrossAttention)
+    assert own.spec == cross.spec
+    with pytest.raises(ValueError, match="it holds a context, MultiHeadAttention reads its own"):
+        traced(own, cache=cross.init_cache(2, 8))
+    with pytest.raises(ValueError, match="it holds its own tokens, CrossAttention reads a context"):
+        traced(cross, cache=own.init_cache(2, 8))
 
 
 @every_variant

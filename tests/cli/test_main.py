@@ -124,6 +124,22 @@ def test_a_text_that_is_too_short_says_how_long_it_must_be(
     assert "too short" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_with_its_own_text_and_no_fewer_steps(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("another text, as long as it needs to be. " * 60)
+    arguments = ["train", "--size", "tiny", "--variant", "mla", "--length", "32", "--resume"]
+    arguments += ["--learning-rate", "0.01", "--output", str(trained)]
+    assert run([*arguments, "--steps", "40", "--text", str(other)]) == 1
+    assert "holds a run of another text" in capsys.readouterr().err
+    same = str(trained.parent / "text.txt")
+    assert run([*arguments, "--steps", "3", "--text", same]) == 1
+    assert "the run is at step 30" in capsys.readouterr().err
+    assert run(["train", "--size", "tiny", "--text", same, "--length", "32", "--output", same]) == 1
+    assert "is a file: --output wants a folder" in capsys.readouterr().err
+
+
 def test_generate_refuses_a_checkpoint_of_another_model(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

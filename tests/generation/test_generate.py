@@ -173,6 +173,51 @@ def test_prompts_that_do_not_fit_are_named() -> None:
         generate(model(), [[1]], max_new_tokens=1, cache=model().init_cache(2, 8))
 
 
+def test_learned_positions_are_used_to_the_last() -> None:
+    factory = functools.partial(jaxkv.GroupedQueryAttention, num_heads=2)
+    learned = jaxkv.Decoder(VOCAB, 16, 1, factory, max_positions=20, rngs=nnx.Rngs(0))
+    assert generate(learned, [[1] * 5], max_new_tokens=15).why() == ["length"]
+    cache = learned.init_cache(1, 20)
+    assert generate(learned, [[1] * 17], max_new_tokens=3, cache=cache).why() == ["length"]
+    with pytest.raises(ValueError, match="capacity 21 is more than the 20 learned positions"):
+        generate(learned, [[1] * 5], max_new_tokens=16)
+    with pytest.raises(ValueError, match="positions of -1 to 0: want 0 to 19"):
+        learned(jnp.ones((1, 2), jnp.int32), positions=jnp.array([[-1, 0]]))
+
+
+def test_flags_of_earlier_calls_do_not_end_a_row() -> None:
+    cache = model().init_cache(1, 4)
+    _, full = _step(model(), jnp.ones((1, 6), jnp.int32), cache)
+    assert full.overflowed.tolist() == [True]
+    made = generate(model(), [[1]], max_new_tokens=2, cache=full.rollback(3))
+    assert made.why() == ["length"] and made.counts.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (dict(prompts=[[1.5, 2.7]]), "want whole numbers"),
+        (dict(prompts=["12"]), "list of token lists"),
+        (dict(prompts=np.array([[2**32 + 5]])), "tokens 4294967301 to 4294967301: want 0 to 60"),
+        (dict(prompts=np.ones((2, 3), int), lengths=np.array([-1, 3])), r"\[-1, 3\]: want 0 to 3"),
+        (dict(stop_tokens=[3.5]), r"stop_tokens \[3.5\]: want tokens"),
+        (dict(stop_tokens=[99]), r"stop_tokens \[99\]: want tokens"),
+        (dict(max_new_tokens=2.0), "max_new_tokens=2.0: want an int"),
+        (dict(sampling=0.8), "sampling=0.8: want a Sampling"),
+        (dict(context_lengths=np.array([1])), "no layer of this model is a CrossAttention"),
+    ],
+)
+def test_what_generate_cannot_use_is_named(given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        generate(model(), **{"prompts": [[1]], "max_new_tokens": 2, **given})
+
+
+def test_numbers_of_numpy_do() -> None:
+    for stop in (np.int64(3), jnp.array([3]), 3, [3]):
+        made = generate(model(), [[1]], max_new_tokens=np.int32(2), stop_tokens=stop)
+        assert made.counts.tolist()[0] >= 1
+
+
 def test_timing_helpers_measure_something_real() -> None:
     tokens = np.arange(20, dtype=np.int32)
     measured = measure_decoding(model(), tokens, batches=(1, 2), steps=10, repeats=1)

@@ -93,6 +93,25 @@ def test_generate_reads_the_context() -> None:
         tokens = jnp.concatenate([tokens, got[:, None]], axis=1)
 
 
+def test_generate_wants_one_context_for_each_row() -> None:
+    tokens = np.asarray(TOKENS)
+    empty = model().init_cache(B, 16, context_capacity=S)
+    made = jaxkv.generate(model(), tokens, max_new_tokens=2, context=CONTEXT)
+    narrow = model().init_cache(B, 16, context_capacity=3)
+    for given, words in (
+        (dict(), "pass context_capacity=.*to generate: context="),
+        (dict(cache=empty), r"no context for rows \[0, 1\]: pass context="),
+        (dict(cache=made.cache, context=CONTEXT), r"rows \[0, 1\] of the cache hold one"),
+        (dict(cache=narrow, context=CONTEXT), "5 tokens does not fit: rows have 3"),
+        (dict(context=CONTEXT, context_lengths=jnp.array([9, 3])), r"\[9, 3\]: want 0 to 5"),
+        (dict(context=[[1.0]]), "context is a list"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            jaxkv.generate(model(), tokens, max_new_tokens=2, **given)
+    again = jaxkv.generate(model(), made.pending[:, None], max_new_tokens=2, cache=made.cache)
+    assert again.why() == ["length"] * 2
+
+
 def test_gradients_reach_the_context_with_and_without_remat() -> None:
     def loss(model: jaxkv.Decoder, context: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(model(TOKENS, context=context)[0]))
@@ -106,9 +125,9 @@ def test_what_does_not_fit_is_named() -> None:
     plain = jaxkv.Decoder(VOCAB, 32, 1, OWN, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="no layer of this model is a CrossAttention"):
         plain(TOKENS, context=CONTEXT)
-    with pytest.raises(ValueError, match="context_capacity=5: want the slots of a context if"):
+    with pytest.raises(ValueError, match="context_capacity=5: no layer of this model"):
         plain.init_cache(B, 8, context_capacity=S)
-    with pytest.raises(ValueError, match="context_capacity=None"):
+    with pytest.raises(ValueError, match="pass context_capacity=, the slots"):
         model().init_cache(B, 8)
     with pytest.raises(ValueError, match=r"needs context=\[B, S, Dc\]"):
         model()(TOKENS)

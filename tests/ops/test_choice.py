@@ -128,3 +128,11 @@ def test_defaults_are_bidirectional_and_scaled_by_the_width():
     np.testing.assert_array_equal(
         attention(**arrays), attention(**arrays, causal=False, scale=8**-0.5, soft_cap=None)
     )
+
+
+def test_whole_numbers_are_refused():
+    x = jnp.ones((1, 2, 1, 4), jnp.int32)
+    with pytest.raises(ValueError, match="query, key and value are int32: want a float dtype"):
+        attention(x, x, x)
+    with pytest.raises(ValueError, match=r"unknown options \['casual'\] of attention: want of"):
+        attention(x, x, x, casual=True)
