@@ -60,6 +60,27 @@ class Codec(Protocol):
         ...
 
 
+def stored_dtype(dtype: DTypeLike) -> DTypeLike:
+    """Chooses the dtype of a plane: 8-bit floats are kept as their bits.
+
+    XLA's CPU backend widens every 8-bit float that it moves, and with it the whole cache.
+    """
+    dtype = jnp.dtype(dtype)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    return jnp.dtype(jnp.uint8) if narrow else dtype
+
+
+def as_stored(x: jax.Array) -> jax.Array:
+    """Views what was encoded as it is stored."""
+    dtype = stored_dtype(x.dtype)
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def as_coded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Views what is stored as what was encoded."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Raw:
     """Stores records as they are, in one float dtype.
@@ -89,7 +110,8 @@ class Raw:
             raise ValueError("Raw() has no dtype yet: pass Raw(dtype), or let a module make it.")
 
         def plane(heads: int, width: int) -> Plane:
-            return Plane(heads, (-(-width // lanes) * lanes,), self.dtype or jnp.float32, width)
+            wide = -(-width // lanes) * lanes
+            return Plane(heads, (wide,), stored_dtype(self.dtype or jnp.float32), width)
 
         planes = {"key": plane(spec.kv_heads, spec.key_width)}
         if spec.value_offset is None:
@@ -107,10 +129,11 @@ class Raw:
             out["value"] = value
         if spec.shared_width:
             out["shared"] = key[:, :, :1, spec.key_width :]
-        return {name: x.astype(self.dtype).swapaxes(1, 2) for name, x in out.items()}
+        return {name: as_stored(x.astype(self.dtype)).swapaxes(1, 2) for name, x in out.items()}
 
     def decode(self, spec: KVSpec, planes: Planes) -> tuple[jax.Array, jax.Array]:
         """Moves tokens before heads and joins what was stored apart."""
+        planes = self._coded(planes)
         key = planes["key"][..., : spec.key_width].swapaxes(1, 2)
         value = _value(spec, planes).swapaxes(1, 2)
         if spec.shared_width:
@@ -121,6 +144,7 @@ class Raw:
 
     def scores(self, spec: KVSpec, query: jax.Array, block: Planes, precision: Any) -> jax.Array:
         """Multiplies query `[K, M, H + shared]` by a block's keys: float32 `[K, M, Z]`."""
+        block = self._coded(block)
         out = block_product("kmh,kzh->kmz", query[..., : spec.key_width], block["key"], precision)
         if spec.shared_width:
             shared = block["shared"]
@@ -130,7 +154,7 @@ class Raw:
 
     def mix(self, spec: KVSpec, weights: jax.Array, block: Planes, precision: Any) -> jax.Array:
         """Sums a block's values by weights `[K, M, Z]`: float32 `[K, M, V]`."""
-        plane = block["key" if spec.value_offset is not None else "value"]
+        plane = self._coded(block)["key" if spec.value_offset is not None else "value"]
         first = spec.value_offset or 0
         last = first + spec.value_width
         # Whole tiles of the block, and the rest is cut from the result. XLA lays out anything
@@ -142,6 +166,10 @@ class Raw:
         if end - begin == spec.value_width:
             return out
         return lax.optimization_barrier(out)[..., first - begin : last - begin]
+
+    def _coded(self, planes: Planes) -> Planes:
+        dtype = self.dtype if self.dtype is not None else jnp.float32
+        return {name: as_coded(x, dtype) for name, x in planes.items()}
 
 
 def _value(spec: KVSpec, planes: Planes) -> jax.Array:

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxkv.cache.codecs import Plane, Planes, block_product
+from jaxkv.cache.codecs import (
+    Plane,
+    Planes,
+    as_coded,
+    as_stored,
+    block_product,
+    stored_dtype,
+)
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.trees import check_sizes
 
@@ -56,7 +63,7 @@ class Scaled:
         out = {}
         for name, heads, width in _parts(spec):
             wide = -(-width // lanes) * lanes
-            out[name] = Plane(heads, (wide,), self.code, width)
+            out[name] = Plane(heads, (wide,), stored_dtype(self.code), width)
             for i, _ in enumerate(self._groups(spec, name, width)):
                 out[f"{name}_scale_{i}"] = Plane(heads, (), jnp.float32, 1)
         return out
@@ -83,7 +90,7 @@ class Scaled:
                 scale = lax.optimization_barrier(largest * jnp.float32(1 / self.largest))
                 codes.append(self._coded(part / jnp.where(scale > 0, scale, 1.0)[..., None]))
                 out[f"{name}_scale_{i}"] = scale
-            out[name] = jnp.concatenate(codes, axis=-1)
+            out[name] = as_stored(jnp.concatenate(codes, axis=-1))
         return out
 
     def decode(self, spec: KVSpec, planes: Planes) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +98,8 @@ class Scaled:
         found = {}
         for name, _, width in _parts(spec):
             parts = [
-                planes[name][..., a:b].astype(jnp.float32) * planes[f"{name}_scale_{i}"][..., None]
+                as_coded(planes[name][..., a:b], self.code).astype(jnp.float32)
+                * planes[f"{name}_scale_{i}"][..., None]
                 for i, (a, b) in enumerate(self._groups(spec, name, width))
             ]
             found[name] = jnp.concatenate(parts, axis=-1).swapaxes(1, 2)
@@ -113,7 +121,8 @@ class Scaled:
                 continue
             for i, (a, b) in enumerate(self._groups(spec, name, width)):
                 q = query[..., first + a : first + b]
-                codes = _over_heads(block[name][..., a:b], query.shape[0])
+                codes = as_coded(block[name][..., a:b], self.code)
+                codes = _over_heads(codes, query.shape[0])
                 scale = block[f"{name}_scale_{i}"][:, None]
                 out = out + block_product("kmh,kzh->kmz", q, codes, precision, q.dtype) * scale
             first += width
@@ -130,7 +139,7 @@ class Scaled:
                 continue
             scale = block[f"{name}_scale_{i}"][:, None]
             w = (weights.astype(jnp.float32) * scale).astype(weights.dtype)
-            codes = block[name][..., a:b]
+            codes = as_coded(block[name][..., a:b], self.code)
             parts.append(block_product("kmz,kzv->kmv", w, codes, precision, weights.dtype))
         return jnp.concatenate(parts, axis=-1)
 

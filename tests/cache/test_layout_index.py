@@ -122,7 +122,7 @@ def test_blocks_show_each_stored_token_once(name: str, size: int) -> None:
         assert sorted(seen) == sorted(p for p in zip(*places, strict=True) if p[2] >= 0)
 
 
-def test_a_ring_refuses_what_it_does_not_hold() -> None:
+def test_spc_01_a_full_ring_refuses_what_it_does_not_hold() -> None:
     index = RING.create(1, 100)
     _, slots = RING.storage(1, 100)
     after = RING.plan(index, slots, 10, jnp.array([10], jnp.int32)).after

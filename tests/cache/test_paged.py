@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from jaxkv.cache import Index, Int8, KVSpec, LayerCache, Paged, Raw, create_layer
 from jaxkv.testing.hlo import assert_in_place
 from tests.cache.feeding import fed
-from tests.cache.support import SPECS, draw_tokens, poisoned, scoring
+from tests.cache.support import RULES, SPECS, draw_tokens, poisoned, scoring
 from tests.cache.test_layout_index import Store
 from tests.support.tolerances import assert_close
 
@@ -162,8 +163,15 @@ def cut(given: Any, rows: Any, columns: slice = slice(None)) -> Any:
     return [None if x is None else x[rows, columns] for x in given]
 
 
-@pytest.mark.parametrize("name", ["gqa", "latent"])
-def test_pag_01_nan_10_lengths_that_do_not_fill_a_page_equal_single_runs(name: str) -> None:
+def test_pag_01_lengths_that_do_not_fill_a_page_equal_single_runs() -> None:
+    equals_single_runs("gqa")
+
+
+def test_nan_10_nan_in_the_tail_of_a_latent_page_changes_nothing() -> None:
+    equals_single_runs("latent")
+
+
+def equals_single_runs(name: str) -> None:
     # 13 tokens: 3 slots of the fourth page of 4 stay NaN.
     how, given, lengths = scoring(SPECS[name][0]), tokens(name, 3, 13), [3, 6, 13]
     out, lse, cache = fed(how, fresh(name, 3, 13, Paged(4)), given, counts=lengths, width=13)
@@ -180,8 +188,6 @@ def test_pag_01_nan_10_lengths_that_do_not_fill_a_page_equal_single_runs(name: s
 
 def placed(cache: LayerCache, order: np.ndarray) -> LayerCache:
     """Puts page i of the pool at place `order[i]`, and the table with it."""
-    import dataclasses
-
     back = np.argsort(order)
     planes = {n: x[back] for n, x in cache.records.planes.items()}
     table = cache.index.state.table
@@ -196,20 +202,43 @@ def placed(cache: LayerCache, order: np.ndarray) -> LayerCache:
     )
 
 
-def test_pag_03_pag_05_the_table_is_used_and_placement_does_not_matter() -> None:
+def test_pag_03_the_table_is_used() -> None:
+    how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 1, 10)
+    cache = fed(how, fresh("gqa", 1, 12, Paged(4, pages=8)), given, width=10)[2]
+    # Pages 0, 1, 2 go to 5, 2, 7.
+    moved = placed(cache, np.array([5, 2, 7, 0, 1, 3, 4, 6]))
+    assert moved.index.state.table.tolist() == [[5, 2, 7]]
+    contiguous = fed(how, fresh("gqa", 1, 12, None), given, width=10)[2]
+    probe = tokens("gqa", 1, 1, seed=1)
+    assert_close(fed(how, moved, probe)[0], fed(how, contiguous, probe)[0], terms=12)
+
+
+def test_pag_05_placement_does_not_matter() -> None:
     how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 2, 10)
     cache = fed(how, fresh("gqa", 2, 12, Paged(4)), given, width=10)[2]
-    contiguous = fed(how, fresh("gqa", 2, 12, None), given, width=10)[2]
     probe = tokens("gqa", 2, 1, seed=1)
     want = fed(how, cache, probe)[0]
-    assert_close(want, fed(how, contiguous, probe)[0], terms=12)
     rng = np.random.default_rng(0)
     for _ in range(20):
         order = rng.permutation(6)
         np.testing.assert_array_equal(fed(how, placed(cache, order), probe)[0], want)
 
 
-def test_pag_06_nan_11_pages_and_rows_are_used_again() -> None:
+def test_win_09_a_window_whose_edge_lies_inside_a_page() -> None:
+    # Page 4, W = 3, 10 tokens: the next query sees 8, 9 and itself, and of the page 4 .. 7 nothing.
+    how, given = scoring(SPECS["gqa"][0], RULES["window"]), tokens("gqa", 1, 10)
+    probe, results = tokens("gqa", 1, 1, seed=1), []
+    for changed in ((), (4, 5, 6, 7), (8,)):
+        other = [np.array(x) for x in given]
+        for x in other[1:]:
+            x[:, list(changed)] += 1
+        cache = fed(how, fresh("gqa", 1, 12, Paged(4)), other, width=10)[2]
+        results.append(fed(how, cache, probe)[0])
+    np.testing.assert_array_equal(results[0], results[1])
+    assert np.abs(results[0] - results[2]).max() > 1e-3
+
+
+def test_pag_06_pages_and_rows_are_used_again() -> None:
     # A, B, C take all pages; A leaves, D comes, with rubbish in A's old pages.
     how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 4, 8)
     cache = fed(how, fresh("gqa", 3, 8, Paged(4, pages=6)), cut(given, slice(3)), width=8)[2]
@@ -235,11 +264,28 @@ def test_pag_09_what_a_rollback_leaves_behind_changes_nothing() -> None:
     np.testing.assert_array_equal(fed(how, jax.jit(poisoned)(short), probe)[0], want)
 
 
-def test_pag_10_pag_11_rows_of_nothing_read_and_write_nothing() -> None:
+def test_nan_11_a_reused_page_that_holds_infinity() -> None:
+    how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 1, 4)
+    pool = fresh("gqa", 1, 4, Paged(4, pages=1))
+    spoilt = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.inf) if x.dtype == jnp.float32 else x, pool
+    )
+    one, probe = cut(given, slice(None), slice(0, 1)), cut(given, slice(None), slice(1, 2))
+    want, got = (fed(how, fed(how, cache, one)[2], probe)[0] for cache in (pool, spoilt))
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got, want)
+
+
+def test_pag_10_rows_of_nothing_read_nothing() -> None:
+    how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 3, 4)
+    out, lse, _ = fed(how, fresh("gqa", 3, 8, Paged(4)), given, counts=[0, 4, 0])
+    assert not out[[0, 2]].any() and np.isneginf(lse[[0, 2]]).all()
+
+
+def test_pag_11_rows_of_nothing_write_nothing() -> None:
     how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 3, 4)
     cache = fresh("gqa", 3, 8, Paged(4))
-    out, lse, after = fed(how, cache, given, counts=[0, 4, 0])
-    assert not out[[0, 2]].any() and np.isneginf(lse[[0, 2]]).all()
+    _, _, after = fed(how, cache, given, counts=[0, 4, 0])
     table = np.asarray(after.index.state.table)
     assert (table[[0, 2]] == -1).all() and table[1, 0] >= 0
     for name, plane in after.records.planes.items():
@@ -312,8 +358,6 @@ def test_pag_12_offsets_beyond_32_bits() -> None:
     # 70,000 pages x 8 heads x 16 tokens x 256 channels are more than 2 ** 31.
     layout, spec = Paged(16, pages=70_000), KVSpec(8, 256, 256, value_offset=0)
     cache = create_layer(spec, Int8(), 1, 32, layout=layout)
-    import dataclasses
-
     references = cache.index.state.references.at[: 70_000 - 2].set(1)
     state = dataclasses.replace(cache.index.state, references=references)
     cache = dataclasses.replace(cache, index=dataclasses.replace(cache.index, state=state))

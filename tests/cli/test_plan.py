@@ -35,7 +35,9 @@ def error_of(*arguments: str) -> str:
         ("deepseek-v3", 70_272),
     ],
 )
-@pytest.mark.parametrize("more", [(), ("--dtype", "float32", "--devices", "tensor=1,data=2")])
+@pytest.mark.parametrize(
+    "more", [(), ("--dtype", "float32", "--devices", "tensor=1,data=2"), ("--dtype", "int4")]
+)
 def test_first_bytes_per_token_is_the_whole_models_in_bf16(
     name: str, figure: int, more: tuple[str, ...]
 ) -> None:
@@ -60,6 +62,24 @@ def test_json_holds_every_figure() -> None:
     assert found["chip"] == "h200 (141 GB)"
     assert found["fit"]["memory_bytes_per_device"] == 141 * 10**9
     assert found["fit"]["sequences"] == 2 * found["fit"]["sequences_per_device"] > 0
+
+
+def test_json_of_codecs_and_layouts() -> None:
+    options = "--context 8190 --dtype int4:32 --windows"
+    ring = json.loads(run("gpt-oss-20b", "--json", *options.split(), "window").stdout)
+    paged = json.loads(run("gpt-oss-20b", "--json", *options.split(), "pages:16").stdout)
+    # 24 layers, keys and values of 8 heads: 64 channels of 4 bits, and 2 scales.
+    token = 24 * 2 * 8 * (32 + 2 * 4)
+    assert ring["dtype"] == "int4:32" and ring["cache"]["bytes_per_token"] == token
+    assert ring["cache"]["bytes_per_sequence"] == token // 2 * (128 + 8190)
+    assert paged["cache"]["bytes_per_sequence"] == token * 8192
+    # Lengths and flags, a table of 512 pages, a count of references for each.
+    assert paged["cache"]["nbytes"] == token * 8192 + 6 + 2 * 512 * 4
+    layouts = [[layer["layout"] for layer in found["layers"]] for found in (ring, paged)]
+    assert layouts[0] == ["Ring(window=128, pinned=0, spare=0)", "Contiguous()"]
+    assert layouts[1] == ["Paged(size=16, pages=None)"] * 2
+    assert [layer["slots"] for layer in ring["layers"]] == [128, 8190]
+    assert [layer["slots"] for layer in paged["layers"]] == [8192, 8192]
 
 
 def test_tables_for_people() -> None:
@@ -98,7 +118,8 @@ def test_no_name_lists_the_presets() -> None:
         ("gpt2-xl --devices tensor", "devices 'tensor': want axes with counts"),
         ("gpt2-xl --devices data=2,data=4", "want axes with counts"),
         ("gpt2-xl --devices model=2", "unknown device axes"),
-        ("gpt2-xl --dtype int8", "dtype 'int8'"),
+        ("gpt2-xl --dtype int3", "dtype 'int3'"),
+        ("gpt2-xl --dtype fp8:32", "dtype 'fp8:32'"),
         ("gpt2-xl --weights lots", "size 'lots'"),
         ("gpt2-xl --windows ring", "window policy 'ring'"),
         ("gpt2-xl --context 0", "context 0"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from jaxkv.cache.quantised import Float8, Int4, Int8
 from jaxkv.cache.spec import KVSpec
 from jaxkv.memory.chips import CHIPS, find_chip
 from jaxkv.memory.counting import Storage, device_spec
@@ -79,7 +80,7 @@ def test_weights_of_another_size() -> None:
     assert heavy.fit is not None and heavy.fit.sequences == 0 and heavy.fit.free_bytes < 0
     assert any("do not fit 1 of these devices" in note for note in heavy.notes)
     packed = plan(model, chip=H100, weight_bytes=parse_bytes("60.8GiB"))
-    assert packed.fit is not None and packed.fit.sequences > 0
+    assert packed.fit is not None and packed.fit.sequences == 7
     assert not any("2 bytes" in note or "do not fit" in note for note in packed.notes)
 
 
@@ -136,7 +137,10 @@ def test_notes_name_idle_devices_and_long_contexts() -> None:
     [
         ({"context": 0}, "context 0 and batch 1"),
         ({"batch": 0}, "context 8192 and batch 0"),
-        ({"dtype": "int8"}, "dtype 'int8': want one of bf16, .*whole numbers need scales"),
+        ({"dtype": "int2"}, "dtype 'int2': want one of bf16, .* or int8, int4, float8, which have"),
+        ({"dtype": "bf16:32"}, "dtype 'bf16:32': want one of bf16"),
+        ({"dtype": "int4:0"}, "dtype 'int4:0'"),
+        ({"dtype": "int4:"}, "dtype 'int4:'"),
         ({"devices": {"model": 2}}, r"unknown device axes \['model'\]"),
         ({"devices": {"tensor": 0}}, "at least 1 on each axis"),
         ({"devices": {"tensor": 3}}, "32 query heads do not divide over 3"),
@@ -153,22 +157,20 @@ def test_heads_and_devices_that_divide_neither_way() -> None:
     with pytest.raises(ValueError, match="6 KV heads and 4 tensor devices"):
         plan(model(LayerSpec("full", 12, KVSpec(6, 8, 8))), devices={"tensor": 4})
     with pytest.raises(ValueError, match="at least 1"):
-        SlotPolicy(page=0)
+        SlotPolicy(ring=False, page=0)
+    with pytest.raises(ValueError, match="ring=False"):
+        SlotPolicy(page=16)
 
 
-@pytest.mark.parametrize("page", [1, 3, 16])
-@pytest.mark.parametrize("window", [1, 2, 5, 16, 33])
-def test_pages_hold_a_window_wherever_it_starts(page: int, window: int) -> None:
-    layer = LayerSpec("window", 4, KVSpec(4, 8, 8), window=window)
-    policy = SlotPolicy(page=page)
-    touched = {
-        len({token // page for token in range(start, start + window)}) for start in range(page)
-    }
-    assert policy.slots(layer, 10_000) == max(touched) * page
-    for context in range(1, 70):
-        slots = policy.slots(layer, context)
-        assert slots == min(-(-context // page), max(touched)) * page
-    assert SlotPolicy(ring=False, page=page).slots(layer, 70) == -(-70 // page) * page
+@pytest.mark.parametrize("context", [1, 5, 15, 16, 17, 70])
+def test_slots_of_layers(context: int) -> None:
+    window, shared = LayerSpec("window", 4, KVSpec(4, 8, 8), window=16), LayerSpec("shared", 4)
+    assert SlotPolicy().slots(window, context) == min(context, 16)
+    assert SlotPolicy(ring=False).slots(window, context) == context
+    for page in (1, 3, 16):
+        slots = SlotPolicy.parse(f"pages:{page}").slots(window, context)
+        assert slots == len({token // page for token in range(context)}) * page
+    assert SlotPolicy().slots(shared, context) == 0
 
 
 def test_policies_read_as_they_write() -> None:
@@ -244,7 +246,45 @@ def test_picture_errors_are_named(tmp_path: Path) -> None:
         draw(found, tmp_path / "a.xyz")
 
 
+def test_notes_say_what_is_assumed_of_layouts_and_scales() -> None:
+    gemma = load_geometry("gemma3-1b")
+    paged = plan(gemma, policy="pages:16", dtype="int8").notes
+    assert any("whole pages of 16 tokens" in note for note in paged)
+    assert any("Window layers keep every token on pages" in note for note in paged)
+    # Heads of 256 channels: 512 bytes become 256 and a scale of 4.
+    assert any("1.969 times smaller" in note for note in paged)
+    assert not any("Window" in note for note in plan(load_geometry("llama3-8b")).notes)
+    assert plan(gemma, policy="full").notes == ()
+
+
+def test_picture_of_pages_is_of_pages() -> None:
+    model = load_geometry("gemma3-1b")
+    full, paged = (lines(plan(model, policy=policy)) for policy in ("full", "pages:64"))
+    assert len(paged) == 2 and paged[0].label == full[0].label
+    for pair in zip(full, paged, strict=True):
+        at = lengths(plan(model))
+        for tokens, plain, whole in zip(at, *(line.sequence_bytes for line in pair), strict=True):
+            assert whole * tokens == plain * -(-tokens // 64) * 64
+
+
+def test_rows_that_fit_on_pages_of_a_tpu() -> None:
+    layer = LayerSpec("full", 4, KVSpec(4, 128, 128))
+    storage = Storage("bf16", SlotPolicy.parse("pages:16"), V5E)
+    # A row has 2 pages of 2 x 4 x 16 x 128 x 2 bytes and 2 counts of them, and 6 bytes of its own;
+    # the table of up to 8 rows is one tile.
+    row = 2 * 2**15 + 8 + 6
+    for rows in (1, 7, 8):
+        budget = rows * row + 8 * 128 * 4
+        assert storage.most_rows(model(layer), 32, budget) == rows
+        assert storage.most_rows(model(layer), 32, budget - 1) == rows - 1
+    nothing = plan(model(LayerSpec("shared", 4)), chip=H100, devices={"data": 2})
+    assert nothing.fit is not None and nothing.fit.sequences is None
+    assert text_of(nothing).count("no limit") == 3
+
+
 def test_storage_names_its_dtype_in_full() -> None:
     assert Storage("bf16") == Storage() and Storage("fp8").dtype == "float8_e4m3fn"
     geometry = dataclasses.replace(load_geometry("gpt2-xl"), name="x")
     assert Storage("fp32").token_bytes(geometry) == 4 * Storage("fp8").token_bytes(geometry)
+    assert Storage("int8").codec == Int8() and Storage("float8:16").codec == Float8(16)
+    assert Storage("int4:032") == Storage("int4:32") and Storage("int4:32").codec == Int4(32)
