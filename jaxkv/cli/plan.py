@@ -27,7 +27,13 @@ def plan(
         int | None, typer.Option(help="Tokens of every sequence; the model's limit if not given.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Storage dtype: bf16, fp16, fp32, fp8.")] = "bfloat16",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Storage: bf16, fp16, fp32, fp8; with scales int8, int4, float8, or int4:32 for "
+            "a scale per 32 channels."
+        ),
+    ] = "bfloat16",
     devices: Annotated[
         str, typer.Option(help="Mesh, such as tensor=8,data=2; one device if not given.")
     ] = "",
@@ -35,7 +41,11 @@ def plan(
         str | None, typer.Option(help=f"Show what fits on a chip: {', '.join(CHIPS)}.")
     ] = None,
     windows: Annotated[
-        str, typer.Option(help="What window layers keep: window, full or pages:Z.")
+        str,
+        typer.Option(
+            help="Window layers keep their window in a ring (window) or every token (full); or "
+            "all layers keep every token on pages of Z tokens (pages:Z)."
+        ),
     ] = "window",
     weights: Annotated[
         str | None,

@@ -8,19 +8,24 @@ from collections import Counter
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
-from jaxkv.cache.codecs import Raw
-from jaxkv.cache.contiguous import Contiguous
-from jaxkv.cache.records import bytes_per_token, create_records, physical_bytes, tree_bytes
+from jaxkv.cache.codecs import Codec
+from jaxkv.cache.layer_cache import LayerCache
+from jaxkv.cache.model_cache import gather_layers
+from jaxkv.cache.records import (
+    Records,
+    bytes_per_token,
+    create_records,
+    physical_bytes,
+    tree_bytes,
+)
 from jaxkv.cache.spec import KVSpec
 from jaxkv.memory.chips import Chip
+from jaxkv.memory.formats import full_name, make_codec
 from jaxkv.memory.policy import SlotPolicy
 from jaxkv.models.geometry import LayerSpec, ModelGeometry
 
-SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
-DTYPES = (*SHORT.values(), "float8_e5m2")
-# Contexts beyond this many tokens count as endless.
+# Sizes beyond this many tokens or rows count as endless.
 ENDLESS = 2**50
 
 
@@ -29,17 +34,20 @@ class Storage:
     """States how records are stored, and counts them.
 
     Args:
-      dtype: Storage dtype, by JAX's name or as bf16, fp16, fp32, fp8.
-      policy: What window layers keep.
+      dtype: How a record is stored: bf16, fp16, fp32, fp8 or JAX's name of a dtype, as it is; or
+        int8, int4, float8, which have scales, one for a group of channels as in `int4:32`.
+      policy: The layout of each layer.
       chip: Where they lie; `None` is a place without padding.
 
     Raises:
-      ValueError: If the dtype is none that a cache stores as it is.
+      ValueError: If the dtype is none of these.
 
     >>> from jaxkv.models.presets import load_geometry
     >>> llama = load_geometry("llama3-8b")
     >>> Storage().token_bytes(llama), Storage().row_bytes(llama, 8192) == 2**30
     (131072, True)
+    >>> Storage("int8").token_bytes(llama)  # float32 scales, one for 128 channels
+    67584
     """
 
     dtype: str = "bfloat16"
@@ -47,26 +55,22 @@ class Storage:
     chip: Chip | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", SHORT.get(self.dtype, self.dtype))
-        if self.dtype not in DTYPES:
-            raise ValueError(
-                f"dtype {self.dtype!r}: want one of {', '.join([*SHORT, *DTYPES])}; whole numbers "
-                "need scales, which no cache here stores yet."
-            )
+        object.__setattr__(self, "dtype", full_name(self.dtype))
 
     @property
-    def codec(self) -> Raw:
+    def codec(self) -> Codec:
         """The codec of every layer."""
-        return Raw(jnp.dtype(self.dtype))
+        return make_codec(self.dtype)
 
     def layer_token_bytes(self, layer: LayerSpec) -> int:
         """Counts the bytes of one token in one layer, as specified."""
         return 0 if layer.spec is None else bytes_per_token(layer.spec, self.codec)
 
     def layer_row_bytes(self, layer: LayerSpec, context: int) -> int:
-        """Counts the bytes of one row in one layer, as specified: its slots and its state."""
-        slots = self.policy.slots(layer, context)
-        return slots * self.layer_token_bytes(layer) + layer.state_bytes
+        """Counts the bytes of one row in one layer, as specified: its slots or its state."""
+        if layer.spec is None:
+            return layer.state_bytes
+        return tree_bytes(self._records(layer, layer.spec, 1, context, 1).planes)
 
     def token_bytes(self, geometry: ModelGeometry) -> int:
         """Counts the bytes that one token leaves behind in all layers, as specified."""
@@ -99,38 +103,60 @@ class Storage:
         >>> Storage().longest_context(load_geometry("llama3-8b"), 2**30 + 6)
         8192
         """
+        return _most(lambda tokens: self.physical_nbytes(geometry, 1, tokens) <= budget)
 
-        def fits(tokens: int) -> bool:
-            return self.physical_nbytes(geometry, 1, tokens) <= budget
+    def most_rows(self, geometry: ModelGeometry, context: int, budget: int) -> int | None:
+        """Finds how many rows of `context` tokens take at most `budget` bytes of memory.
 
-        low, high = 0, 1
-        while fits(high):
-            low, high = high, 2 * high
-            if high > ENDLESS:
-                return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        Returns:
+          Rows, or `None` if they take no memory at all.
+
+        >>> from jaxkv.models.presets import load_geometry
+        >>> Storage().most_rows(load_geometry("llama3-8b"), 8192, 3 * 2**30)
+        2
+        """
+        return _most(lambda rows: self.physical_nbytes(geometry, rows, context) <= budget)
 
     def _arrays(
         self, geometry: ModelGeometry, rows: int, context: int, measure: Callable[[object], int]
     ) -> int:
-        lanes, codec = 1 if self.chip is None else self.chip.lanes, self.codec
+        counts = Counter(geometry.layers)
+        stored = [(layer, layer.spec) for layer in counts if layer.spec is not None]
+        lanes = 1 if self.chip is None else self.chip.lanes
+        layers = []
+        for layer, spec in stored:
+            layout = self.policy.layout(layer)
+            index = jax.eval_shape(lambda layout=layout: layout.create(rows, context))
+            records = self._records(layer, spec, rows, context, lanes)
+            layers.append(LayerCache(index, records, None, layout, replicas=1, context=False))
+        # Equal layers share an index, so one of each kind gives every index.
+        indices = gather_layers(layers).indices
+        records = sum(
+            counts[layer] * measure(made.records.planes)
+            for (layer, _), made in zip(stored, layers, strict=True)
+        )
+        states = rows * _over_layers(geometry, lambda layer: layer.state_bytes)
+        return measure(indices) + records + states
 
-        def one(layer: LayerSpec) -> int:
-            if layer.spec is None:
-                return rows * layer.state_bytes
-            slots = self.policy.slots(layer, context)
-            entries, slots = Contiguous().storage(rows, slots)
-            fill = jax.ShapeDtypeStruct
-            return measure(create_records(layer.spec, codec, entries, slots, lanes, fill).planes)
+    def _records(
+        self, layer: LayerSpec, spec: KVSpec, rows: int, context: int, lanes: int
+    ) -> Records:
+        """Makes the shapes of a layer's records as `create_layer` allocates them."""
+        entries, slots = self.policy.layout(layer).storage(rows, context)
+        return create_records(spec, self.codec, entries, slots, lanes, jax.ShapeDtypeStruct)
 
-        # One index for all layers with the same layout and capacity.
-        stored = (layer for layer in geometry.layers if layer.spec is not None)
-        kinds = {(self.policy.is_ring(x), self.policy.slots(x, context)) for x in stored}
-        index = jax.eval_shape(lambda: Contiguous().create(rows, context))
-        return _over_layers(geometry, one) + len(kinds) * measure(index)
+
+def _most(fits: Callable[[int], bool]) -> int | None:
+    """Finds the largest number that fits, 0 if 1 does not; `None` if there is no end of them."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+        if high > ENDLESS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def device_part(geometry: ModelGeometry, tensor: int) -> ModelGeometry:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxkv.memory.chips import Chip
 from jaxkv.memory.counting import Storage, device_part, replicated
+from jaxkv.memory.formats import is_scaled
 from jaxkv.memory.policy import SlotPolicy
 from jaxkv.memory.units import format_bytes
 from jaxkv.models.geometry import LayerSpec, ModelGeometry
@@ -63,15 +64,16 @@ class Fit:
     Attributes:
       memory_bytes: Memory of one device.
       weight_bytes: Weights on one device.
-      sequences_per_device: Rows at the plan's context that one device's memory holds.
-      sequences: Rows that the whole mesh holds.
+      sequences_per_device: Rows at the plan's context that one device's memory holds, `None` if
+        they take none of it.
+      sequences: Rows that the whole mesh holds, likewise.
       longest_context: Tokens of a single row, `None` if its cache does not grow.
     """
 
     memory_bytes: int
     weight_bytes: int
-    sequences_per_device: int
-    sequences: int
+    sequences_per_device: int | None
+    sequences: int | None
     longest_context: int | None
 
     @property
@@ -88,7 +90,7 @@ class Plan:
       geometry: The model.
       context: Tokens of every row.
       batch: B, rows.
-      storage: Dtype, window policy and chip.
+      storage: How records are stored, layouts and chip.
       data: Devices that rows are divided over.
       tensor: Devices that KV heads are divided over.
       groups: Layers by what they keep, in order of their first layer.
@@ -138,7 +140,7 @@ def plan(
       geometry: What each layer keeps.
       context: Tokens of every row; `None` is the model's own limit.
       batch: B, rows.
-      dtype: Storage dtype, by JAX's name or as bf16, fp16, fp32, fp8.
+      dtype: How a record is stored, as in `Storage`.
       devices: Mesh axis -> devices, axes `data` (divides rows) and `tensor` (divides KV heads).
       chip: Adds its padding, and what fits into its memory.
       policy: What window layers keep: `window`, `full` or `pages:Z`.
@@ -231,9 +233,9 @@ def _fit(
         return None
     memory, weights = storage.chip.device_bytes, -(-(weight_bytes or 0) // tensor)
     free = max(memory - weights, 0)
-    row = storage.physical_nbytes(part, 1, context)
-    each = free // row
-    return Fit(memory, weights, each, each * data, storage.longest_context(part, free))
+    each = storage.most_rows(part, context, free)
+    every = None if each is None else each * data
+    return Fit(memory, weights, each, every, storage.longest_context(part, free))
 
 
 def _notes(
@@ -259,15 +261,31 @@ def _notes(
             )
     if batch < data:
         yield f"{batch} rows on {data} data devices: a row is never divided, so some hold none."
-    if any(storage.policy.is_ring(layer) for layer in geometry.layers):
-        yield (
-            "Window layers are counted with their window only, as a ring keeps it; a contiguous "
-            "cache keeps every token (full)."
-        )
+    yield from _storage_notes(geometry, storage)
     if context > geometry.max_context:
         yield f"{context:,} tokens are more than the model was made for ({geometry.max_context:,})."
     if storage.chip is not None:
         yield from _chip_notes(storage.chip, tensor, geometry.parameters, weight_bytes)
+
+
+def _storage_notes(geometry: ModelGeometry, storage: Storage) -> Iterator[str]:
+    policy, token = storage.policy, storage.token_bytes(geometry)
+    windows = any(layer.window is not None for layer in geometry.layers)
+    if windows and policy.ring:
+        yield (
+            "Window layers are counted with their window only, as a ring keeps it; a contiguous "
+            "cache keeps every token (full)."
+        )
+    if policy.page is not None:
+        yield (
+            f"Every row has whole pages of {policy.page} tokens for its context; none is shared. "
+            "The table of pages and their reference counts are in nbytes."
+        )
+    if windows and policy.page is not None:
+        yield "Window layers keep every token on pages: those behind the window are not freed."
+    if is_scaled(storage.dtype) and token:
+        ratio = Storage("bfloat16").token_bytes(geometry) / token
+        yield f"{storage.dtype}: a token, with scales, is {ratio:.3f} times smaller than in bf16."
 
 
 def _chip_notes(

@@ -9,7 +9,6 @@ from pathlib import Path
 from jaxkv.core.extras import require
 from jaxkv.memory.counting import Storage
 from jaxkv.memory.planner import Plan
-from jaxkv.memory.policy import SlotPolicy
 from jaxkv.memory.units import format_bytes
 from jaxkv.models.geometry import ModelGeometry
 
@@ -39,7 +38,8 @@ def lengths(plan: Plan) -> tuple[int, ...]:
 def lines(plan: Plan) -> tuple[Line, ...]:
     """Counts the lines: the model, without its windows, and with a KV head per query head."""
     at, model, storage = lengths(plan), plan.geometry, plan.storage
-    keep_all = dataclasses.replace(storage, policy=SlotPolicy(ring=False))
+    policy = dataclasses.replace(storage.policy, ring=False)
+    keep_all = dataclasses.replace(storage, policy=policy)
     out = [_line(f"{model.name}, {storage.dtype}", BLUE, "-", at, storage, model)]
     if any(storage.policy.is_ring(layer) for layer in model.layers):
         out.append(_line("with every token kept in every layer", GREEN, "-.", at, keep_all, model))

@@ -109,9 +109,12 @@ def _fits(plan: Plan, fit: Fit) -> Table:
     table.add_row(
         "left for the cache", both_units(fit.free_bytes) if fit.free_bytes > 0 else "none"
     )
-    table.add_row(f"sequences of {plan.context:,} tokens", f"{fit.sequences_per_device:,}")
+    table.add_row(f"sequences of {plan.context:,} tokens", _limit(fit.sequences_per_device))
     if plan.data > 1:
-        table.add_row(f"on {plan.data} x {plan.tensor} devices", f"{fit.sequences:,}")
-    longest = "no limit" if fit.longest_context is None else f"{fit.longest_context:,} tokens"
-    table.add_row("longest single sequence", longest)
+        table.add_row(f"on {plan.data} x {plan.tensor} devices", _limit(fit.sequences))
+    table.add_row("longest single sequence", _limit(fit.longest_context, " tokens"))
     return table
+
+
+def _limit(count: int | None, unit: str = "") -> str:
+    return "no limit" if count is None else f"{count:,}{unit}"

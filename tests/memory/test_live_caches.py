@@ -51,7 +51,7 @@ CODECS: dict[str, Codec] = {
     "int4:8": Int4(8),
     "float8": Float8(),
 }
-POLICIES = ("window", "full", "pages:4", "pages:16")
+POLICIES = ("window", "full", "pages:4")
 
 
 def layout_of(layer: LayerSpec, policy: str) -> Layout:

@@ -95,8 +95,12 @@ def test_mem_11_unequal_key_and_value_widths() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "width", "scale", "times"),
-    [("int8", 64, 2, 1.939), ("int8", 128, 4, 1.939), ("int8", 128, 2, 1.969)]
-    + [("int4", 128, 2, 3.879)],
+    [
+        ("int8", 64, 2, 1.939),
+        ("int8", 128, 4, 1.939),
+        ("int8", 128, 2, 1.969),
+        ("int4", 128, 2, 3.879),
+    ],
 )
 def test_mem_13_scales_count_and_8_bits_do_not_double_the_capacity(
     dtype: str, width: int, scale: int, times: float
