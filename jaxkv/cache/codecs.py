@@ -60,25 +60,43 @@ class Codec(Protocol):
         ...
 
 
-def stored_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Chooses the dtype of a plane: 8-bit floats are kept as their bits.
+def stored_plane(heads: int, width: int, dtype: DTypeLike, lanes: int) -> Plane:
+    """Chooses the array that holds codes of `width` channels.
 
-    XLA's CPU backend widens every 8-bit float that it moves, and with it the whole cache.
+    XLA's CPU backend widens 8-bit floats and 4-bit integers whenever it moves them, and with them
+    the whole cache. So 8-bit floats are kept as their bits, and 4-bit integers two to a byte where
+    planes need no lanes; with lanes (on TPU) they have their native dtype.
     """
     dtype = jnp.dtype(dtype)
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
-    return jnp.dtype(jnp.uint8) if narrow else dtype
+    if dtype == jnp.int4 and lanes == 1:
+        width = -(-width // 2)
+        return Plane(heads, (width,), jnp.uint8, width)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
+        dtype = jnp.dtype(jnp.uint8)
+    return Plane(heads, (-(-width // lanes) * lanes,), dtype, width)
 
 
-def as_stored(x: jax.Array) -> jax.Array:
-    """Views what was encoded as it is stored."""
-    dtype = stored_dtype(x.dtype)
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+def restored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Gives codes another dtype that holds the same bits.
 
-
-def as_coded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Views what is stored as what was encoded."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+    Of two 4-bit integers in a byte the low one is channel i, the high one channel i + width / 2.
+    """
+    dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if x.dtype == jnp.int4:
+        half = -(-x.shape[-1] // 2)
+        low, high = x[..., :half], pad_width(x[..., half:], half)
+        nibbles = (lax.bitwise_and(n.astype(jnp.int8), jnp.int8(15)) for n in (low, high))
+        low, high = (lax.convert_element_type(n, jnp.uint8) for n in nibbles)
+        return low | (high << jnp.uint8(4))
+    if dtype == jnp.int4:
+        signed = lax.bitcast_convert_type(x, jnp.int8)
+        four = jnp.int8(4)
+        low, high = lax.shift_left(signed, four), signed
+        both = [lax.shift_right_arithmetic(n, four) for n in (low, high)]
+        return jnp.concatenate(both, axis=-1).astype(jnp.int4)
+    return lax.bitcast_convert_type(x, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +128,7 @@ class Raw:
             raise ValueError("Raw() has no dtype yet: pass Raw(dtype), or let a module make it.")
 
         def plane(heads: int, width: int) -> Plane:
-            wide = -(-width // lanes) * lanes
-            return Plane(heads, (wide,), stored_dtype(self.dtype or jnp.float32), width)
+            return stored_plane(heads, width, self.dtype or jnp.float32, lanes)
 
         planes = {"key": plane(spec.kv_heads, spec.key_width)}
         if spec.value_offset is None:
@@ -129,7 +146,7 @@ class Raw:
             out["value"] = value
         if spec.shared_width:
             out["shared"] = key[:, :, :1, spec.key_width :]
-        return {name: as_stored(x.astype(self.dtype)).swapaxes(1, 2) for name, x in out.items()}
+        return {name: x.astype(self.dtype).swapaxes(1, 2) for name, x in out.items()}
 
     def decode(self, spec: KVSpec, planes: Planes) -> tuple[jax.Array, jax.Array]:
         """Moves tokens before heads and joins what was stored apart."""
@@ -169,7 +186,7 @@ class Raw:
 
     def _coded(self, planes: Planes) -> Planes:
         dtype = self.dtype if self.dtype is not None else jnp.float32
-        return {name: as_coded(x, dtype) for name, x in planes.items()}
+        return {name: restored(x, dtype) for name, x in planes.items()}
 
 
 def _value(spec: KVSpec, planes: Planes) -> jax.Array:

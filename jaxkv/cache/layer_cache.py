@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.cache.codecs import Codec, Planes
+from jaxkv.cache.codecs import Codec, Planes, restored
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Index, Jobs, Layout, Plan
 from jaxkv.cache.plans import plan_step
@@ -146,7 +146,8 @@ class LayerCache(Verbs):
             return self
 
         def stored(planes: Planes, key: jax.Array, value: jax.Array | None, jobs: Jobs) -> Planes:
-            return write(planes, r.codec.encode(r.spec, key, value), jobs)
+            new = r.codec.encode(r.spec, key, value)
+            return write(planes, {n: restored(x, planes[n].dtype) for n, x in new.items()}, jobs)
 
         axes, tokens = self._plane_axes(head_axis(r.spec.kv_heads)), self._token_axes()
         in_axes = (axes, tokens, tokens, ("batch",))

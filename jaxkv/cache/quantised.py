@@ -13,14 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxkv.cache.codecs import (
-    Plane,
-    Planes,
-    as_coded,
-    as_stored,
-    block_product,
-    stored_dtype,
-)
+from jaxkv.cache.codecs import Plane, Planes, block_product, restored, stored_plane
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.trees import check_sizes
 
@@ -62,8 +55,7 @@ class Scaled:
         """Names the arrays: codes as `Raw` names them, and `key_scale_0` and so on."""
         out = {}
         for name, heads, width in _parts(spec):
-            wide = -(-width // lanes) * lanes
-            out[name] = Plane(heads, (wide,), stored_dtype(self.code), width)
+            out[name] = stored_plane(heads, width, self.code, lanes)
             for i, _ in enumerate(self._groups(spec, name, width)):
                 out[f"{name}_scale_{i}"] = Plane(heads, (), jnp.float32, 1)
         return out
@@ -90,16 +82,16 @@ class Scaled:
                 scale = lax.optimization_barrier(largest * jnp.float32(1 / self.largest))
                 codes.append(self._coded(part / jnp.where(scale > 0, scale, 1.0)[..., None]))
                 out[f"{name}_scale_{i}"] = scale
-            out[name] = as_stored(jnp.concatenate(codes, axis=-1))
+            out[name] = jnp.concatenate(codes, axis=-1)
         return out
 
     def decode(self, spec: KVSpec, planes: Planes) -> tuple[jax.Array, jax.Array]:
         """Gives back float32 key `[B, T, K, H + shared]` and value `[B, T, K, V]`."""
         found = {}
         for name, _, width in _parts(spec):
+            stored = restored(planes[name], self.code)
             parts = [
-                as_coded(planes[name][..., a:b], self.code).astype(jnp.float32)
-                * planes[f"{name}_scale_{i}"][..., None]
+                stored[..., a:b].astype(jnp.float32) * planes[f"{name}_scale_{i}"][..., None]
                 for i, (a, b) in enumerate(self._groups(spec, name, width))
             ]
             found[name] = jnp.concatenate(parts, axis=-1).swapaxes(1, 2)
@@ -119,9 +111,10 @@ class Scaled:
         for name, _, width in _parts(spec):
             if name == "value":
                 continue
+            stored = restored(block[name], self.code)
             for i, (a, b) in enumerate(self._groups(spec, name, width)):
                 q = query[..., first + a : first + b]
-                codes = as_coded(block[name][..., a:b], self.code)
+                codes = stored[..., a:b]
                 codes = _over_heads(codes, query.shape[0])
                 scale = block[f"{name}_scale_{i}"][:, None]
                 out = out + block_product("kmh,kzh->kmz", q, codes, precision, q.dtype) * scale
@@ -132,14 +125,14 @@ class Scaled:
         """Sums a block's values by weights `[K, M, Z]`: float32 `[K, M, V]`."""
         name = "value" if spec.value_offset is None else "key"
         width = spec.value_width if spec.value_offset is None else spec.key_width
-        first = spec.value_offset or 0
+        first, stored = spec.value_offset or 0, restored(block[name], self.code)
         parts = []
         for i, (a, b) in enumerate(self._groups(spec, name, width)):
             if not first <= a < first + spec.value_width:
                 continue
             scale = block[f"{name}_scale_{i}"][:, None]
             w = (weights.astype(jnp.float32) * scale).astype(weights.dtype)
-            codes = as_coded(block[name][..., a:b], self.code)
+            codes = stored[..., a:b]
             parts.append(block_product("kmz,kzv->kmv", w, codes, precision, weights.dtype))
         return jnp.concatenate(parts, axis=-1)
 

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.cache.codecs import TILE_LANES, Codec, Plane, Planes
+from jaxkv.cache.codecs import TILE_LANES, Codec, Plane, Planes, restored
 from jaxkv.cache.index import Moves, take_rows
 from jaxkv.cache.spec import KVSpec
+from jaxkv.core.numerics import pad_width
 from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
 
@@ -118,11 +119,11 @@ def converted(old: Records, codec: Codec | None, lanes: int | None) -> Records:
 
     def recode(stored: Planes) -> Planes:
         if new == old.codec:  # what is stored is never encoded again
-            coded = {n: x[..., : planes[n].width] if x.ndim > 3 else x for n, x in stored.items()}
+            coded = stored
         else:
             key, value = old.codec.decode(old.spec, stored)
             coded = new.encode(old.spec, key, None if old.spec.value_offset is not None else value)
-        return {n: _widened(x, planes[n].trailing) for n, x in coded.items()}
+        return {n: _fitted(x, planes[n]) for n, x in coded.items()}
 
     out_axes = {n: plane_axes(p.heads, 3 + len(p.trailing)) for n, p in planes.items()}
     recoded = local(recode, (old.axes(),), out_axes)(old.planes)
@@ -135,10 +136,12 @@ def _decoded_dtype(records: Records) -> Any:
     return jax.eval_shape(decode, shapes)[0].dtype
 
 
-def _widened(x: jax.Array, trailing: tuple[int, ...]) -> jax.Array:
-    """Pads the channels of `[E, heads, S, ...]` to `trailing`."""
-    lanes = [(0, want - have) for want, have in zip(trailing, x.shape[3:], strict=True)]
-    return jnp.pad(x, [(0, 0)] * 3 + lanes)
+def _fitted(x: jax.Array, plane: Plane) -> jax.Array:
+    """Stores codes `[E, heads, S, ...]` in a plane's dtype, its channels cut or padded."""
+    x = restored(x, plane.dtype)
+    if not plane.trailing:
+        return x
+    return pad_width(x[..., : plane.width], plane.trailing[-1])
 
 
 def bytes_per_token(spec: KVSpec, codec: Codec) -> int:
