@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jaxkv.cli.caches import HELP, parse_caches
+
 
 def compare(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models: under a minute.")] = False,
@@ -33,6 +35,7 @@ def compare(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")
     ] = None,
+    cache: Annotated[str | None, typer.Option(help=HELP)] = None,
 ) -> None:
     """Train each attention variant on real text, decode from its cache, and show what it costs."""
     import jax
@@ -53,6 +56,7 @@ def compare(
     if steps is not None:
         sized = dataclasses.replace(sized, steps=steps)
     numerics = compute_numerics(dtype)
+    choices = parse_caches(cache) if cache is not None else {}
     output.mkdir(parents=True, exist_ok=True)
     console, start, results, models = Console(), time.perf_counter(), [], []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"))
@@ -63,11 +67,13 @@ def compare(
             def show(what: str, share: float, task: object = tasks[name]) -> None:
                 progress.update(task, completed=share, what=what)  # type: ignore[arg-type]
 
-            model, result = compare_variant(name, sized, text, seeds, numerics, show)
+            model, result = compare_variant(name, sized, text, seeds, numerics, show, choices)
             models.append(model)
             results.append(result)
     console.print(report.table(results))
     console.print(report.ONE_SEED if seeds == 1 else f"± is the deviation over {seeds} seeds.")
+    if choices:
+        console.print(report.cache_table(results, sized))
     smallest = min(range(len(results)), key=lambda i: results[i].cache_bytes_per_token)
     sample = write_sample(models[smallest])
     console.print(f"\nA sample of {names[smallest].upper()}'s text:", style="bold")
@@ -88,5 +94,7 @@ def compare(
     )
     (output / "real_models.json").write_text(json.dumps(real, indent=2) + "\n")
     pictures = report.draw(results, real, output)
+    if choices:
+        pictures.append(report.draw_caches(results, output))
     written = ", ".join(p.name for p in [Path("compare.json"), Path("real_models.json"), *pictures])
     console.print(f"{facts['seconds']:.0f} s; written to {output}: {written}", highlight=False)

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxkv.cli.comparison import BATCHES, Result
+from jaxkv.cli.variants import Size
 from jaxkv.core.extras import require
 from jaxkv.memory.counting import Storage
 from jaxkv.memory.units import format_bytes
@@ -22,6 +23,15 @@ KEY = (
     "params: all parameters. loss: validation, nats per byte. B/token: cache bytes, measured on "
     "live arrays. tok/s: decode steps from the cache, all rows together. gap: largest difference "
     "of cached and uncached logits."
+)
+CACHE_TITLE = "The same trained models decoded through other caches"
+CACHE_KEY = (
+    "First line of each: the default cache, contiguous in the compute dtype. B/token: bytes of "
+    "live records over the {live:,} tokens given; a ring keeps its last tokens only, so its figure "
+    "is its whole bytes spread over all of them and falls as the text grows. ratio: of B/token to "
+    "the default. loss: nats per byte of the text's second half, each byte given all before it "
+    "through the cache. Training rows were {length} tokens: reaching further may not help a "
+    "model, and a ring may beat the default. gap: largest difference of logits to the default's."
 )
 REAL_MODELS = ("gpt3-175b", "gpt2-xl", "llama2-70b", "llama3-8b", "deepseek-v3")
 ONE_SEED = (
@@ -51,6 +61,29 @@ def table(results: Sequence[Result]) -> Table:
             *(f"{r.rates[b]:,.0f}" for b in BATCHES),
             f"{r.gap:.1e}",
         )
+    return out
+
+
+def cache_table(results: Sequence[Result], size: Size) -> Table:
+    """Lays out each variant's caches under each other, the default one first."""
+    key = CACHE_KEY.format(live=size.live, length=size.length)
+    out = Table(title=CACHE_TITLE, caption=key, title_justify="left", caption_justify="left")
+    out.add_column("", overflow="fold", min_width=3)
+    columns = ["B/token", "ratio", "loss", *(f"tok/s\nB={b}" for b in BATCHES), "gap"]
+    for column in columns:
+        out.add_column(column, justify="right", no_wrap=True)
+    for r in results:
+        own, *_ = r.caches
+        for number, found in enumerate(r.caches):
+            out.add_row(
+                f"  {found.cache}" if number else r.variant.upper(),
+                f"{found.bytes_per_token:{',.0f' if found.bytes_per_token >= 100 else '.3g'}}",
+                f"{found.bytes_per_token / own.bytes_per_token:.3f}",
+                f"{found.loss:.4f}",
+                *(f"{found.rates[b]:,.0f}" for b in BATCHES),
+                f"{found.gap:.1e}" if number else "",
+            )
+        out.add_section()
     return out
 
 
@@ -86,18 +119,20 @@ def as_dict(results: Sequence[Result], facts: dict[str, Any]) -> dict[str, Any]:
         row = dataclasses.asdict(r) | {"loss": r.loss, "loss_deviation": deviation}
         row["rates"] = {str(b): rate for b, rate in r.rates.items()}
         row["cache_ratio"] = r.cache_bytes_per_token / results[0].cache_bytes_per_token
-        variants.append(row)
+        caches = [
+            dataclasses.asdict(found)
+            | {"rates": {str(b): rate for b, rate in found.rates.items()}}
+            | {"ratio": found.bytes_per_token / r.caches[0].bytes_per_token}
+            for found in r.caches
+        ]
+        del row["caches"]
+        variants.append(row | ({"caches": caches} if caches else {}))
     return {**facts, "variants": variants}
 
 
 def draw(results: Sequence[Result], real: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Draws loss curves, cache against speed, and the real models' caches."""
-    require("matplotlib", extra="cli")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for r, colour in zip(results, COLOURS, strict=False):
         axes.plot(*zip(*r.curve, strict=True), label=r.variant.upper(), color=colour, linewidth=1.2)
@@ -127,6 +162,39 @@ def draw(results: Sequence[Result], real: Sequence[dict[str, Any]], folder: Path
     axes.set(xscale="log", xlabel="cache per token, bfloat16 (KiB, log scale)", title="Real models")
     axes.margins(x=0.2)
     return [loss, cache, _save(plt, figure, folder / "real_models.png")]
+
+
+def draw_caches(results: Sequence[Result], folder: Path) -> Path:
+    """Draws each cache's bytes, loss and speed, for every variant."""
+    plt = _pyplot()
+    names = [found.cache for found in results[0].caches]
+    figure, (memory, loss, speed) = plt.subplots(1, 3, figsize=(15, 4.5))
+    width = 0.8 / len(results)
+    for number, (r, colour) in enumerate(zip(results, COLOURS, strict=False)):
+        places = [i + (number - (len(results) - 1) / 2) * width for i in range(len(names))]
+        sizes = [found.bytes_per_token for found in r.caches]
+        rates = [found.rates[BATCHES[-1]] for found in r.caches]
+        memory.bar(places, sizes, width=width, label=r.variant.upper(), color=colour)
+        loss.plot(places, [found.loss for found in r.caches], "o", color=colour)
+        speed.bar(places, rates, width=width, color=colour)
+    memory.set(yscale="log", ylabel="cache bytes per token (log scale)", title="Memory (measured)")
+    memory.legend()
+    loss.set(ylabel="loss, second half of the text (nats per byte)", title="Loss")
+    loss.grid(axis="y", alpha=0.3)
+    speed.set(ylabel="decoded tokens per second", title=f"Speed, batch {BATCHES[-1]}")
+    for axes in (memory, loss, speed):
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    return _save(plt, figure, folder / "caches.png")
+
+
+def _pyplot() -> Any:
+    require("matplotlib", extra="cli")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def _save(plt: Any, figure: Any, path: Path) -> Path:

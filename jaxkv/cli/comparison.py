@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from jaxkv.cache.model_cache import ModelCache
 from jaxkv.cache.records import tree_bytes
+from jaxkv.cli.caches import DEFAULT, CacheChoice
 from jaxkv.cli.variants import (
     VARIANTS,
     Size,
@@ -34,6 +37,25 @@ SAMPLING = Sampling(0.8, min_p=0.05)
 
 
 @dataclasses.dataclass
+class CacheResult:
+    """What was measured of one variant's decoding through one cache.
+
+    Attributes:
+      cache: Its name.
+      bytes_per_token: Bytes of a live cache's records over the tokens that it was given.
+      loss: Of the second half of the decoded text, nats per byte.
+      rates: Batch -> decoded tokens per second.
+      gap: Largest difference between its logits and those of the variant's default cache.
+    """
+
+    cache: str
+    bytes_per_token: float
+    loss: float
+    rates: dict[int, float]
+    gap: float
+
+
+@dataclasses.dataclass
 class Result:
     """What was measured of one variant.
 
@@ -46,6 +68,7 @@ class Result:
       cache_bytes_per_token: Bytes of a live cache's records over its slots.
       rates: Batch -> decoded tokens per second.
       gap: Largest difference between cached and uncached logits.
+      caches: The default cache and those asked for; none if none was.
     """
 
     variant: str
@@ -56,6 +79,7 @@ class Result:
     cache_bytes_per_token: float
     rates: dict[int, float]
     gap: float
+    caches: list[CacheResult]
 
     @property
     def loss(self) -> float:
@@ -73,7 +97,13 @@ Report = Callable[[str, float], None]
 
 
 def compare_variant(
-    variant: str, size: Size, text: Path | None, seeds: int, numerics: Numerics, report: Report
+    variant: str,
+    size: Size,
+    text: Path | None,
+    seeds: int,
+    numerics: Numerics,
+    report: Report,
+    choices: Mapping[str, CacheChoice],
 ) -> tuple[Decoder, Result]:
     """Trains one variant with every seed and measures the first one, which is given back too."""
     base = next(iter(VARIANTS))
@@ -90,20 +120,54 @@ def compare_variant(
         curves.append(curve)
     assert first is not None
     tokens = np.asarray(data.parts["validation"][: size.live], np.int32)
-    cache = first.init_cache(1, size.live)
-    per_token = sum(tree_bytes(layer.planes) for layer in cache.layers) / size.live
-    measured = measure_decoding(
-        first,
-        tokens,
-        batches=BATCHES,
-        steps=size.timed,
-        report=lambda what: report(what, TRAINING_SHARE),
-    )
+    own, gap, others = _measure(first, tokens, size, report, choices)
     report("done", 1.0)
-    total = count_parameters(first)
     return first, Result(
-        variant, width, total, losses, curves[0], per_token, measured.rates, measured.gap
+        variant=variant,
+        mlp_features=width,
+        parameters=count_parameters(first),
+        losses=losses,
+        curve=curves[0],
+        cache_bytes_per_token=own.bytes_per_token,
+        rates=own.rates,
+        gap=gap,
+        caches=[own, *others] if others else [],
     )
+
+
+def _measure(
+    model: Decoder,
+    tokens: np.ndarray,
+    size: Size,
+    report: Report,
+    choices: Mapping[str, CacheChoice],
+) -> tuple[CacheResult, float, list[CacheResult]]:
+    """Decodes a text through the default cache, then through the others.
+
+    Returns:
+      The default cache's result, its gap to no cache at all, and the others' results.
+    """
+    measure = functools.partial(measure_decoding, model, tokens, batches=BATCHES, steps=size.timed)
+    default = measure(report=lambda what: report(what, TRAINING_SHARE))
+    kept = _kept_bytes(model.init_cache(1, tokens.size)) / tokens.size
+    own = CacheResult(DEFAULT, kept, default.loss, default.rates, 0.0)
+    others = []
+    for number, (name, choice) in enumerate(choices.items(), 1):
+        share = TRAINING_SHARE + (1 - TRAINING_SHARE) * number / (len(choices) + 1)
+        make = functools.partial(choice.make, model)
+
+        def show(what: str, name: str = name, share: float = share) -> None:
+            report(f"{name}, {what}", share)
+
+        found = measure(make_cache=make, against=default.logits, report=show)
+        kept = _kept_bytes(make(1, tokens.size)) / tokens.size
+        others.append(CacheResult(name, kept, found.loss, found.rates, found.gap))
+    return own, default.gap, others
+
+
+def _kept_bytes(cache: ModelCache) -> int:
+    """Counts the bytes of all layers' records; block tables and lengths are not among them."""
+    return sum(tree_bytes(layer.planes) for layer in cache.layers)
 
 
 def _train(
@@ -127,7 +191,7 @@ def _train(
         batch=size.batch,
         length=size.length,
         learning_rate=size.learning_rate,
-        warmup=max(size.steps // 20, 5),
+        warmup=min(max(size.steps // 20, 5), size.steps - 1),
         eval_every=size.steps,
         seed=seed,
     )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a model decodes from its cache, and how far its logits are from uncached ones."""
+"""How fast and how well a model decodes from a cache, and how far its logits are off."""
 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,12 +23,16 @@ class Decoding(NamedTuple):
     """What was measured of a model's decode steps.
 
     Attributes:
-      gap: Largest absolute difference between uncached logits and those of decoding one by one.
+      gap: Largest absolute difference between logits of decoding one by one and those asked for.
       rates: Batch -> decoded tokens per second, all rows together.
+      loss: Cross entropy of the text's second half, nats per token; nan of a single token.
+      logits: float32 `[T, vocab]`, those of decoding one by one.
     """
 
     gap: float
     rates: dict[int, float]
+    loss: float
+    logits: jax.Array
 
 
 def measure_decoding(
@@ -37,6 +42,8 @@ def measure_decoding(
     batches: Sequence[int] = (1, 8),
     steps: int = 64,
     repeats: int = 3,
+    make_cache: Callable[[int, int], ModelCache] | None = None,
+    against: jax.Array | None = None,
     report: Callable[[str], None] = lambda what: None,
 ) -> Decoding:
     """Decodes a text token by token, compares the logits, then times more steps on top of it.
@@ -47,32 +54,61 @@ def measure_decoding(
       batches: Numbers of rows to time.
       steps: Decode steps of one compiled loop; divides T. Choosing tokens is not part of them.
       repeats: Timed loops; the fastest counts, since a shared machine only ever adds time.
+      make_cache: Called with rows and their capacity in tokens; default the model's own cache.
+      against: `[T, vocab]`, logits to compare with; default those without a cache.
       report: Called with what is being done.
 
     Raises:
-      ValueError: If `steps` does not divide T.
+      ValueError: If `steps` does not divide T, `against` is of another shape, or the cache drops
+        tokens.
     """
     T = tokens.size
     if T == 0 or T % steps:
         raise ValueError(f"{T} tokens in loops of {steps} steps: want a multiple.")
+    if against is not None and against.shape != (T, model.vocab):
+        raise ValueError(f"against {against.shape}: want {(T, model.vocab)}.")
     graph, state = nnx.split(model)
     fed = functools.partial(_fed, graph, nnx.as_pure(state))
-    row = jnp.asarray(tokens, jnp.int32)[None]
+    row, capacity = jnp.asarray(tokens, jnp.int32)[None], T + steps * (repeats + 1)
     report("decoding one by one")
-    cache = model.init_cache(1, T + steps * (repeats + 1))
-    parts = []
-    for start in range(0, T, steps):
-        logits, cache = fed(cache, row[:, start : start + steps])
-        parts.append(logits)
-    report("comparing cached with uncached logits")
-    want = _uncached(graph, nnx.as_pure(state), row)
-    gap = float(jnp.max(jnp.abs(jnp.concatenate(parts, axis=1) - want)))
+    logits, cache = _fill(fed, (make_cache or model.init_cache)(1, capacity), row, steps)
+    want = against
+    if want is None:
+        report("comparing cached with uncached logits")
+        want = _uncached(graph, nnx.as_pure(state), row)[0]
+    gap = float(jnp.max(jnp.abs(logits[0] - want)))
     rates = {}
     for batch in batches:
         report(f"timing decode, batch {batch}")
-        rows = cache.fork(jnp.zeros((batch,), jnp.int32))
-        rates[batch] = _rate(fed, rows, jnp.tile(row[:, :steps], (batch, 1)), repeats)
-    return Decoding(gap, rates)
+        many = jnp.tile(row, (batch, 1))
+        if make_cache is None:
+            rows = cache.fork(jnp.zeros((batch,), jnp.int32))
+        else:  # forks of a row on pages would share them, and the row's pool has no room for more
+            _, rows = _fill(fed, make_cache(batch, capacity), many, steps)
+        rates[batch] = _rate(fed, rows, many[:, :steps], repeats)
+    return Decoding(gap, rates, _late_loss(logits[0], tokens), logits[0])
+
+
+def _fill(
+    fed: Callable[..., Any], cache: ModelCache, tokens: jax.Array, steps: int
+) -> tuple[jax.Array, ModelCache]:
+    """Decodes a text `[B, T]`, `steps` tokens a call: logits `[B, T, vocab]` and the cache."""
+    parts = []
+    for start in range(0, tokens.shape[1], steps):
+        logits, cache = fed(cache, tokens[:, start : start + steps])
+        parts.append(logits)
+    return jnp.concatenate(parts, axis=1), cache
+
+
+def _late_loss(logits: jax.Array, tokens: np.ndarray) -> float:
+    """Averages the cross entropy of the second half of a text, each token given all before it."""
+    first = max(tokens.size // 2, 1)
+    if tokens.size == 1:
+        return math.nan
+    scores = np.asarray(logits, np.float64)[first - 1 : -1]
+    scores -= scores.max(axis=-1, keepdims=True)
+    chosen = np.take_along_axis(scores, tokens[first:, None], axis=-1)[:, 0]
+    return float(np.mean(np.log(np.exp(scores).sum(axis=-1)) - chosen))
 
 
 def _rate(fed: Callable[..., Any], cache: ModelCache, tokens: jax.Array, repeats: int) -> float:
@@ -82,6 +118,8 @@ def _rate(fed: Callable[..., Any], cache: ModelCache, tokens: jax.Array, repeats
         start = time.perf_counter()
         _, cache = jax.block_until_ready(fed(cache, tokens))
         best = min(best, time.perf_counter() - start)
+    if np.any(cache.overflowed):
+        raise ValueError(f"the cache dropped tokens, so its steps were not timed: {cache}.")
     return tokens.size / best
 
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: the whole comparison, a run of one's own, and clear errors."""
 
+import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from jaxkv.cache import Contiguous, Float8, Int4, Int8, Paged, Raw, Ring
+from jaxkv.cli.caches import PARTS, CacheChoice, parse_caches
 from jaxkv.cli.generate import talk
 from jaxkv.cli.main import run
 from jaxkv.cli.variants import (
@@ -50,6 +54,86 @@ def test_compare_prints_measures_and_writes(
     assert [step for step, _ in gqa["curve"]] == [1, 2, 3, 4, 5, 6]
     for picture in ("loss.png", "cache.png", "real_models.png"):
         assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
+    # Other caches are shown only to those who ask for them.
+    assert "caches" not in gqa and not (tmp_path / "caches.png").exists()
+    assert "other caches" not in printed
+
+
+def test_compare_sets_caches_beside_the_default_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "tiny", dataclasses.replace(SIZES["tiny"], live=256))
+    names = ["ring:64", "paged:16", "int8", "ring:64+int4"]
+    arguments = ["compare", "--quick", "--steps", "4", "--variants", "gqa"]
+    assert run([*arguments, "--cache", ",".join(names), "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    words = ("other caches", "256 tokens given", "rows were 64 tokens", "caches.png", *names)
+    assert all(word in " ".join(printed.split()) for word in words)
+    (gqa,) = json.loads((tmp_path / "compare.json").read_text())["variants"]
+    caches = {found["cache"]: found for found in gqa["caches"]}
+    assert list(caches) == ["default", *names]
+    # 2 layers x 2 KV heads = 4 records of a token, each of 8 + 8 channels; 256 tokens. A float32
+    # channel is 4 bytes, an int4 one half a byte, and each of key and value has a 4-byte scale.
+    assert {name: found["bytes_per_token"] for name, found in caches.items()} == {
+        "default": 4 * 16 * 4,
+        "ring:64": 4 * 16 * 4 * 64 / 256,
+        "paged:16": 4 * 16 * 4,
+        "int8": 4 * (16 + 8),
+        "ring:64+int4": 4 * (8 + 8) * 64 / 256,
+    }
+    ratios = [found["ratio"] for found in caches.values()]
+    assert ratios == [1, 1 / 4, 1, 3 / 8, 1 / 16]
+    # Pages hold the same numbers; a codec rounds them, and a ring forgets them.
+    default = caches["default"]["loss"]
+    assert caches["paged:16"]["gap"] < 1e-5
+    assert caches["paged:16"]["loss"] == pytest.approx(default, abs=1e-5)
+    assert 1e-5 < caches["int8"]["gap"] < 0.1
+    assert caches["int8"]["loss"] == pytest.approx(default, abs=1e-2)
+    assert caches["int8"]["gap"] < caches["ring:64"]["gap"]
+    # Four steps leave a model near knowing nothing, which is log 256 = 5.5.
+    assert all(3 < found["loss"] < 6 for found in caches.values())
+    assert all(set(found["rates"]) == {"1", "8"} for found in caches.values())
+    assert min(rate for found in caches.values() for rate in found["rates"].values()) > 0
+    assert (tmp_path / "caches.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_names_of_caches_give_layout_and_codec() -> None:
+    given = " ring:256, PAGED:16+int4 ,int4:32+ring,sinks:60,float8,bfloat16+paged"
+    assert parse_caches(given) == {
+        "ring:256": CacheChoice(Ring(256)),
+        "paged:16+int4": CacheChoice(Paged(16), Int4()),
+        "int4:32+ring": CacheChoice(Ring(256), Int4(32)),
+        "sinks:60": CacheChoice(Ring(60, pinned=4)),
+        "float8": CacheChoice(None, Float8()),
+        "bfloat16+paged": CacheChoice(Paged(64), Raw("bfloat16")),
+    }
+    model = make_decoder("gqa", SIZES["tiny"])
+    made = parse_caches("int8")["int8"].make(model, 3, 32)
+    assert (made.layouts, made.capacity, made.lengths.shape) == ((Contiguous(),), 32, (3,))
+    assert made.layers[0].codec == Int8()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("int8,nope", "unknown cache 'nope': want one of " + ", ".join(PARTS)),
+        ("ring+", "unknown cache '': want one of"),
+        ("ring:0", "cache 'ring:0': want 1 to 1048576 last tokens kept"),
+        ("paged:x", "cache 'paged:x': want 1 to 1048576 tokens of a page"),
+        ("int8:", "cache 'int8:': want 1 to 1048576 channels of a scale"),
+        ("ring:²", "cache 'ring:²': want 1 to"),
+        ("ring:9999999999", "want 1 to 1048576"),
+        ("bfloat16:2", "bfloat16 takes no size"),
+        ("ring+paged", "cache 'ring+paged': want one layout, not two"),
+        ("int8+int4", "cache 'int8+int4': want one codec, not two"),
+        ("int8+int8", "want one codec, not two"),
+        ("int8,ring,ring:256", "want each cache once"),
+        (" ,", "at least one"),
+    ],
+)
+def test_names_that_are_no_caches_are_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        parse_caches(text)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +176,8 @@ def test_interactive_turns_keep_the_cache(capsys: pytest.CaptureFixture[str]) ->
         (["compare", "--size", "huge"], "unknown size 'huge'"),
         (["compare", "--seeds", "0"], "--seeds 0"),
         (["compare", "--dtype", "int3"], "int3"),
+        (["compare", "--cache", "ring:64,nope"], "unknown cache 'nope': want one of ring, sinks"),
+        (["compare", "--cache", "ring+paged"], "want one layout, not two"),
         (["compare", "--quick", "--text", "missing.txt"], "missing.txt does not exist"),
         (["train", "--variant", "nope"], "unknown variant 'nope'"),
         (["train", "--steps", "0"], "steps=0"),
