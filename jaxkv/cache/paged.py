@@ -254,7 +254,7 @@ def _allocate(references: jax.Array, want: jax.Array, most: int) -> tuple[jax.Ar
     """
     rank = jnp.cumsum((references == 0).astype(jnp.int32))  # free pages up to each one
     before = jnp.cumsum(want) - want
-    granted = jnp.clip(rank[-1] - before, 0, want)
+    granted = jnp.clip(jnp.sum((references == 0).astype(jnp.int32)) - before, 0, want)
     number = lax.broadcasted_iota(jnp.int32, (want.shape[0], most), 1)
     ids = jnp.searchsorted(rank, before[:, None] + number + 1).astype(jnp.int32)
     return jnp.where(number < granted[:, None], ids, NOBODY), granted

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxkv.attention.base import Attention
+from jaxkv.cache.index import Layout
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.core.rotary import Rotary
 
@@ -58,6 +59,32 @@ def poisoned(cache: LayerCache) -> LayerCache:
     )
 
 
+def written(cache: LayerCache, length: int | None = None) -> dict[str, np.ndarray]:
+    """Gives what a cache holds by the order of the tokens, wherever its layout puts them.
+
+    Args:
+      cache: The cache.
+      length: Tokens of each row to look at; default those of the longest row.
+
+    Returns:
+      Each plane as `[B, length, heads, ...]`, 0 where no token is stored, and lengths and flags.
+    """
+    entry, slot, order = map(np.asarray, cache.layout.places(cache.index, cache.records.slots))
+    lengths = np.asarray(cache.lengths)
+    length = int(lengths.max(initial=0)) if length is None else length
+    index = {
+        name: np.asarray(getattr(cache, name)) for name in ("lengths", "overflowed", "refused")
+    }
+    found = {}
+    for name, plane in cache.records.planes.items():
+        plane = np.moveaxis(np.asarray(plane), 2, 1)
+        out = np.zeros((lengths.size, length, *plane.shape[2:]), plane.dtype)
+        row, place = np.nonzero((order >= 0) & (order < length))
+        out[row, order[row, place]] = plane[entry[row, place], slot[row, place]]
+        found[name] = out
+    return {**found, **index}
+
+
 class Suite:
     """Base of the suite's parts: a subclass names its variant, or makes modules itself.
 
@@ -65,11 +92,13 @@ class Suite:
       variant: The class under test.
       sizes: Its sizes, by name of the constructor's argument.
       unsupported: Fields of `ScoreOptions` that the variant refuses.
+      layout: Of the caches under test; `None` is contiguous.
     """
 
     variant: ClassVar[Callable[..., Attention]]
     sizes: ClassVar[dict[str, Any]] = {"in_features": 16, "num_heads": 4}
     unsupported: ClassVar[frozenset[str]] = frozenset()
+    layout: ClassVar[Layout | None] = None
     # B, T, slots of a row, and the width of a chunk.
     rows, length, capacity, chunk = 2, 8, 12, 4
 
@@ -101,6 +130,7 @@ class Suite:
     def cache(self, attn: Any, rows: int | None = None, **options: Any) -> LayerCache:
         """Makes an empty cache of the suite's size."""
         capacity = options.pop("capacity", self.capacity)
+        options = {"layout": self.layout, **options}
         return attn.init_cache(self.rows if rows is None else rows, capacity, **options)
 
 

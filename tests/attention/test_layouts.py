@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance suite, or the parts that caches matter to, on other layouts than contiguous."""
+
+from __future__ import annotations
+
+from jaxkv.attention import GroupedQueryAttention, MultiHeadLatentAttention, MultiQueryAttention
+from jaxkv.cache import Paged, Ring
+from jaxkv.testing.caching import Caching
+from jaxkv.testing.conformance import AttentionConformance
+from jaxkv.testing.gradients import Gradients
+from jaxkv.testing.padding import Padding
+from jaxkv.testing.transforms import Transforms
+
+
+class TestPagedGroupedQuery(AttentionConformance):
+    variant = GroupedQueryAttention
+    layout = Paged(4)
+
+
+class TestPagedLatent(Caching, Gradients, Transforms):
+    variant = MultiHeadLatentAttention
+    layout = Paged(3)
+
+
+class TestRingMultiQuery(Caching, Padding, Gradients, Transforms):
+    variant = MultiQueryAttention
+    layout = Ring(window=16)
+    # What a ring keeps means nothing to a query that sees everything.
+    test_msk_01_one_token_steps_do_not_need_the_causal_rule = None
+
+
+class TestRingLatent(Caching, Padding):
+    variant = MultiHeadLatentAttention
+    layout = Ring(window=20, pinned=2)
+    test_msk_01_one_token_steps_do_not_need_the_causal_rule = None
