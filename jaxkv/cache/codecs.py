@@ -174,19 +174,30 @@ class Raw:
         plane = self._coded(block)["key" if spec.value_offset is not None else "value"]
         first = spec.value_offset or 0
         last = first + spec.value_width
-        # Whole tiles of the block, and the rest is cut from the result. XLA lays out anything
-        # narrower with slots as lanes on TPU, and to get there it transposes the whole cache; the
-        # barrier keeps the result's layout from reaching the product.
-        begin = first // TILE_LANES * TILE_LANES
-        end = min(-(-last // TILE_LANES) * TILE_LANES, plane.shape[-1])
+        begin, end = whole_tiles(first, last, plane.shape[-1])
         out = block_product("kmz,kzv->kmv", weights, plane[..., begin:end], precision)
-        if end - begin == spec.value_width:
-            return out
-        return lax.optimization_barrier(out)[..., first - begin : last - begin]
+        return cut_result(out, first - begin, last - begin)
 
     def _coded(self, planes: Planes) -> Planes:
         dtype = self.dtype if self.dtype is not None else jnp.float32
         return {name: restored(x, dtype) for name, x in planes.items()}
+
+
+def whole_tiles(first: int, last: int, width: int) -> tuple[int, int]:
+    """Widens channels `first .. last - 1` of `width` to whole tiles of a TPU.
+
+    XLA lays out anything narrower with slots as lanes, and to get there it transposes the whole
+    cache; what is too much is cut from the result (`cut_result`).
+    """
+    begin = first // TILE_LANES * TILE_LANES
+    return begin, min(-(-last // TILE_LANES) * TILE_LANES, width)
+
+
+def cut_result(x: jax.Array, first: int, last: int) -> jax.Array:
+    """Cuts channels from a product; the barrier keeps their layout from reaching the product."""
+    if (first, last) == (0, x.shape[-1]):
+        return x
+    return lax.optimization_barrier(x)[..., first:last]
 
 
 def _value(spec: KVSpec, planes: Planes) -> jax.Array:

@@ -119,6 +119,7 @@ class LayerCache(Verbs):
             rule,
             scoring.scale,
             max(1, query.shape[2] // r.spec.kv_heads),
+            r.slots,
             scoring.soft_cap,
             scoring.precision,
             view,

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxkv.cache.codecs import Plane, Planes, block_product, restored, stored_plane
+from jaxkv.cache.codecs import (
+    Plane,
+    Planes,
+    block_product,
+    cut_result,
+    restored,
+    stored_plane,
+    whole_tiles,
+)
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.trees import check_sizes
 
@@ -113,9 +121,10 @@ class Scaled:
                 continue
             stored = restored(block[name], self.code)
             for i, (a, b) in enumerate(self._groups(spec, name, width)):
+                begin, end = whole_tiles(a, b, stored.shape[-1])
                 q = query[..., first + a : first + b]
-                codes = stored[..., a:b]
-                codes = _over_heads(codes, query.shape[0])
+                q = jnp.pad(q, [(0, 0), (0, 0), (a - begin, end - b)])
+                codes = _over_heads(stored[..., begin:end], query.shape[0])
                 scale = block[f"{name}_scale_{i}"][:, None]
                 out = out + block_product("kmh,kzh->kmz", q, codes, precision, q.dtype) * scale
             first += width
@@ -132,8 +141,10 @@ class Scaled:
                 continue
             scale = block[f"{name}_scale_{i}"][:, None]
             w = (weights.astype(jnp.float32) * scale).astype(weights.dtype)
-            codes = stored[..., a:b]
-            parts.append(block_product("kmz,kzv->kmv", w, codes, precision, weights.dtype))
+            begin, end = whole_tiles(a, b, stored.shape[-1])
+            codes = stored[..., begin:end]
+            mixed = block_product("kmz,kzv->kmv", w, codes, precision, weights.dtype)
+            parts.append(cut_result(mixed, a - begin, b - begin))
         return jnp.concatenate(parts, axis=-1)
 
     def _groups(self, spec: KVSpec, name: str, width: int) -> Iterator[Group]:

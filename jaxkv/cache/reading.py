@@ -56,6 +56,7 @@ class Reading:
     rule: Visibility
     scale: float
     groups: int  # query heads that share a KV head of the records
+    slots: int  # of an entry, without padding
     soft_cap: float | None = None
     precision: Any = None
     view: BlockView | None = None
@@ -91,7 +92,7 @@ def choose_tile(how: Reading, cpu: bool, query: jax.Array, planes: Planes) -> Ti
     block's copy has to stay in the core's cache. A device wants large products.
     """
     K, M = query.shape[1:3]
-    slots = next(iter(planes.values())).shape[2]
+    slots = how.slots
     if cpu and how.view is None:
         heads, (low, high) = 1, CPU_SLOTS
         # Many query rows pay for the traffic of a larger block.

@@ -21,6 +21,8 @@ from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
 
 PLANE_AXES = ("batch", "kv_heads", "slots", "head_dim")
+# Bits that one lane of a tile of the last two axes holds on TPU.
+TILE_BITS = 8 * 32
 SHARED_AXES = ("batch", None, "slots", "head_dim")
 
 
@@ -30,21 +32,18 @@ class Records:
     """What one layer stores.
 
     Attributes:
-      planes: name -> array `[E, heads, S, ...]`.
+      planes: name -> array `[E, heads, S, ...]`; with lanes, S is padded to whole tiles too.
       spec: The shape of a record.
       codec: How it is stored.
       lanes: The minor width of every plane is a multiple of this (128 on TPU).
+      slots: S without padding, the slots of one entry.
     """
 
     planes: Planes
     spec: KVSpec = static()
     codec: Codec = static()
     lanes: int = static()
-
-    @property
-    def slots(self) -> int:
-        """S, the slots of one entry."""
-        return next(iter(self.planes.values())).shape[2]
+    slots: int = static()
 
     def moved(self, moves: Moves) -> Records:
         """Moves entries as the layout asks for: copies happen in place, one entry at a time."""
@@ -105,8 +104,21 @@ def create_records(
       Empty records.
     """
     planes = codec.planes(spec, lanes)
-    arrays = {n: fill((entries, p.heads, slots, *p.trailing), p.dtype) for n, p in planes.items()}
-    return Records(arrays, spec, codec, lanes)
+    rows = _rows(planes, slots, lanes)
+    arrays = {n: fill((entries, p.heads, rows, *p.trailing), p.dtype) for n, p in planes.items()}
+    return Records(arrays, spec, codec, lanes, slots)
+
+
+def _rows(planes: dict[str, Plane], slots: int, lanes: int) -> int:
+    """Pads slots to whole tiles where channels are padded to lanes.
+
+    XLA gives a TPU array whose last two axes are no whole tiles another layout, and copies the
+    whole cache into it at every step.
+    """
+    if lanes == 1:
+        return slots
+    step = max(TILE_BITS // _bits(p.dtype) for p in planes.values() if p.trailing)
+    return -(-slots // step) * step
 
 
 def converted(old: Records, codec: Codec | None, lanes: int | None) -> Records:
@@ -116,18 +128,21 @@ def converted(old: Records, codec: Codec | None, lanes: int | None) -> Records:
         raise ValueError(f"lanes={lanes}: want at least 1.")
     new = old.codec if codec is None else codec.resolve(_decoded_dtype(old))
     planes = new.planes(old.spec, lanes)
+    rows = _rows(planes, old.slots, lanes)
 
     def recode(stored: Planes) -> Planes:
         if new == old.codec:  # what is stored is never encoded again
-            coded = stored
+            # Lane padding goes before the dtype does: packed integers are halves of a whole.
+            there = old.codec.planes(old.spec, old.lanes)
+            coded = {n: x[..., : there[n].width] if x.ndim > 3 else x for n, x in stored.items()}
         else:
             key, value = old.codec.decode(old.spec, stored)
             coded = new.encode(old.spec, key, None if old.spec.value_offset is not None else value)
-        return {n: _fitted(x, planes[n]) for n, x in coded.items()}
+        return {n: _fitted(x, planes[n], old.slots, rows) for n, x in coded.items()}
 
     out_axes = {n: plane_axes(p.heads, 3 + len(p.trailing)) for n, p in planes.items()}
     recoded = local(recode, (old.axes(),), out_axes)(old.planes)
-    return Records(recoded, old.spec, new, lanes)
+    return Records(recoded, old.spec, new, lanes, old.slots)
 
 
 def _decoded_dtype(records: Records) -> Any:
@@ -136,9 +151,10 @@ def _decoded_dtype(records: Records) -> Any:
     return jax.eval_shape(decode, shapes)[0].dtype
 
 
-def _fitted(x: jax.Array, plane: Plane) -> jax.Array:
-    """Stores codes `[E, heads, S, ...]` in a plane's dtype, its channels cut or padded."""
-    x = restored(x, plane.dtype)
+def _fitted(x: jax.Array, plane: Plane, slots: int, rows: int) -> jax.Array:
+    """Stores codes `[E, heads, S, ...]` in a plane's dtype, slots and channels cut or padded."""
+    more = [(0, 0), (0, 0), (0, rows - slots)] + [(0, 0)] * (x.ndim - 3)
+    x = jnp.pad(restored(x[:, :, :slots], plane.dtype), more)
     if not plane.trailing:
         return x
     return pad_width(x[..., : plane.width], plane.trailing[-1])
@@ -174,10 +190,6 @@ def _bits(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     return dtype.itemsize * 8
-
-
-# Bits that one lane of a tile of the last two axes holds on TPU.
-TILE_BITS = 8 * 32
 
 
 def physical_bytes(leaf: Any, tiled: bool) -> int:

@@ -212,9 +212,9 @@ def test_a_native_int4_counts_half_a_byte() -> None:
     index = 4 + 1 + 1
     assert cache.nbytes == 8 * 144 + index
     assert {x.dtype.name for x in cache.records.planes.values()} == {"uint8", "float32"}
-    # With lanes, as on TPU, the native dtype, whose padding counts too.
+    # With lanes, as on TPU, the native dtype; padding to tiles of 64 slots by 128 channels counts.
     wide = create_layer(KVSpec(2, 64, 64), Int4(), 1, 8, lanes=128)
     assert {x.dtype.name for x in wide.records.planes.values()} == {"int4", "float32"}
-    assert wide.bytes_per_token == 144 and wide.nbytes == 8 * (2 * 2 * (128 // 2 + 4)) + index
+    assert wide.bytes_per_token == 144 and wide.nbytes == 64 * (2 * 2 * (128 // 2 + 4)) + index
     with pytest.raises(ValueError, match="group=0: want an int of at least 1"):
         Int4(group=0)

@@ -264,11 +264,14 @@ class Verbs(RuleBasedStateMachine):
         wide = _widened(before)
         for name, plane in wide.records.planes.items():
             narrow = before.records.planes[name]
-            if narrow.ndim == 3:  # scales have no channels
-                assert plane.shape == narrow.shape
-                continue
-            assert plane.shape[:-1] == narrow.shape[:-1] and plane.shape[-1] % 128 == 0
-            assert not np.asarray(plane)[..., narrow.shape[-1] :].any(), "lane padding is 0"
+            assert plane.shape[:2] == narrow.shape[:2]
+            slots = narrow.shape[2]
+            assert not np.asarray(plane[:, :, slots:]).any(), "slot padding is 0"
+            if narrow.ndim > 3:  # scales have no channels
+                assert plane.shape[2] % 8 == 0 and plane.shape[3] % 128 == 0
+                packed = plane.dtype != narrow.dtype  # two channels to a byte
+                width = narrow.shape[3] * (2 if packed else 1)
+                assert not np.asarray(plane[..., width:]).any(), "lane padding is 0"
         self.cache = _narrowed(wide)
         self._rows_are_those_of(self.cache, before, list(range(B)))
 

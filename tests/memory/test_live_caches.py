@@ -112,7 +112,7 @@ def test_planned_bytes_are_those_of_a_live_cache_with_lanes(
     cache = real_cache(MODELS[name], dtype, policy, 3, 13, lanes=128)
     found = plan(MODELS[name], context=13, batch=3, dtype=dtype, policy=policy, chip=CHIPS["v5e"])
     assert found.nbytes == cache.nbytes == live_bytes(cache)
-    assert found.physical_nbytes == cache.physical_nbytes("v5e") > found.nbytes
+    assert found.physical_nbytes == cache.physical_nbytes("v5e") >= found.nbytes
     assert found.bytes_per_token == cache.bytes_per_token
 
 

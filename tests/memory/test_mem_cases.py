@@ -238,7 +238,7 @@ def test_mem_19_estimate_equals_real_caches_with_lane_padding(chip: str) -> None
     cache = real_cache(model, 3, 13, "bfloat16", lanes=CHIPS[chip].lanes)
     found = plan(model, context=13, batch=3, chip=CHIPS[chip], policy="full")
     assert found.nbytes == cache.nbytes == live_bytes(cache)
-    assert found.physical_nbytes == cache.physical_nbytes(chip) > found.nbytes
+    assert found.physical_nbytes == cache.physical_nbytes(chip) >= found.nbytes
     assert found.bytes_per_token == cache.bytes_per_token
 
 
