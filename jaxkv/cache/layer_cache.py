@@ -59,8 +59,14 @@ class LayerCache(Verbs):
     def _parts(self) -> Any:
         return (self.layout,), (self.index,), (self.records,), (0,)
 
-    def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> LayerCache:
-        return dataclasses.replace(self, index=indices[0], records=layers[0])
+    def _rebuilt(
+        self,
+        indices: tuple[Index, ...],
+        layers: tuple[Records, ...],
+        layouts: tuple[Layout, ...] | None = None,
+    ) -> LayerCache:
+        layout = self.layout if layouts is None else layouts[0]
+        return dataclasses.replace(self, index=indices[0], records=layers[0], layout=layout)
 
     def open(
         self, length: int, lengths: jax.Array | None = None, segment_ids: jax.Array | None = None

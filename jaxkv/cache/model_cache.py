@@ -43,8 +43,14 @@ class ModelCache(Verbs):
     def _extended(self) -> int:
         return self.steps
 
-    def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> ModelCache:
-        return dataclasses.replace(self, indices=indices, layers=layers)
+    def _rebuilt(
+        self,
+        indices: tuple[Index, ...],
+        layers: tuple[Records, ...],
+        layouts: tuple[Layout, ...] | None = None,
+    ) -> ModelCache:
+        layouts = self.layouts if layouts is None else layouts
+        return dataclasses.replace(self, indices=indices, layers=layers, layouts=layouts)
 
     @property
     def context_lengths(self) -> jax.Array | None:

@@ -16,6 +16,7 @@ from jaxkv.cache.codecs import Codec
 from jaxkv.cache.index import Index, Layout, Moves, flagged, raise_if, take_rows, unflagged
 from jaxkv.cache.plans import Group
 from jaxkv.cache.records import Records, bytes_per_token, converted, physical_bytes, tree_bytes
+from jaxkv.cache.relayout import relaid
 from jaxkv.core.sharding import Rules, local, named
 from jaxkv.core.trees import check_arrays, is_known
 
@@ -30,7 +31,12 @@ class Verbs:
         """Gives layouts and indices (one per group), layers, and each layer's group."""
         raise NotImplementedError
 
-    def _rebuilt(self, indices: tuple[Index, ...], layers: tuple[Records, ...]) -> Self:
+    def _rebuilt(
+        self,
+        indices: tuple[Index, ...],
+        layers: tuple[Records, ...],
+        layouts: tuple[Layout, ...] | None = None,
+    ) -> Self:
         raise NotImplementedError
 
     def _extended(self) -> int:
@@ -226,10 +232,44 @@ class Verbs:
         left = jnp.where(rows < 0, forked.lengths, count)
         return forked.rollback(forked.lengths - left)
 
-    def convert(self, *, codec: Codec | None = None, lanes: int | None = None) -> Self:
-        """Stores the same tokens in another codec or with other lane padding."""
-        _, indices, layers, _ = self._parts()
-        return self._rebuilt(indices, tuple(converted(r, codec, lanes) for r in layers))
+    def convert(
+        self,
+        *,
+        layout: Layout | None = None,
+        codec: Codec | None = None,
+        lanes: int | None = None,
+        capacity: int | None = None,
+    ) -> Self:
+        """Stores the same tokens in another layout or codec, or with other lane padding.
+
+        Args:
+          layout: For the layers that steps extend; a context stays where it is.
+          codec: For all layers.
+          lanes: For all layers.
+          capacity: With a layout, slots of each row, in tokens; default as before.
+
+        Returns:
+          The cache. A row of which the layout would keep a token that is not there any more (a
+          ring has forgotten it), or that does not fit, comes out empty and flagged `refused`.
+
+        Raises:
+          ValueError: Outside `jit`, if there is such a row; or if a capacity is needed.
+        """
+        self.check_alive()
+        layouts, indices, layers, groups = self._parts()
+        layers = [converted(r, codec, lanes) for r in layers]
+        if layout is None:
+            return self._rebuilt(indices, tuple(layers))
+        new_indices, new_layouts = list(indices), list(layouts)
+        for number, group in enumerate(self._groups()):
+            mine = [i for i, g in enumerate(groups) if g == number]
+            index, moved = relaid(group, [layers[i] for i in mine], layout, capacity)
+            lost = index.refused & ~group.index.refused
+            raise_if(lost, lambda: f"{layout} cannot keep the tokens of rows of {self}")
+            for i, records in zip(mine, moved, strict=True):
+                layers[i] = records
+            new_indices[number], new_layouts[number] = index, layout
+        return self._rebuilt(tuple(new_indices), tuple(layers), tuple(new_layouts))
 
     @property
     def bytes_per_token(self) -> int:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving a cache to another layout: the same tokens, the same bits, the same next step."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.cache import Contiguous, Int8, LayerCache, Paged, Raw, Ring, create_layer, gather_layers
+from jaxkv.testing.suite import written
+from jaxkv.testing.tolerances import assert_trees_equal
+from tests.cache.feeding import fed
+from tests.cache.support import SPECS, draw_tokens, scoring
+from tests.support.tolerances import assert_close
+
+LAYOUTS = {"contiguous": Contiguous(), "paged": Paged(4), "ring": Ring(12)}
+LENGTHS = [3, 9, 0]
+
+
+def filled(layout: str, codec: str = "raw", lanes: int = 1, capacity: int = 12) -> LayerCache:
+    kinds = {"raw": Raw(jnp.float32), "int8": Int8()}
+    spec, heads = SPECS["gqa"]
+    cache = create_layer(spec, kinds[codec], 3, capacity, layout=LAYOUTS[layout], lanes=lanes)
+    given = draw_tokens(np.random.default_rng(0), spec, heads, 3, 9)
+    return fed(scoring(spec), cache, given, counts=LENGTHS, width=9)[2]
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.permutations(LAYOUTS, 2)))
+@pytest.mark.parametrize(("codec", "lanes"), [("raw", 1), ("int8", 1), ("raw", 128)])
+def test_tokens_keep_their_bits_and_go_on(old: str, new: str, codec: str, lanes: int) -> None:
+    before = filled(old, codec, lanes)
+    moved = jax.jit(lambda c: c.convert(layout=LAYOUTS[new], capacity=12))(before)
+    assert moved.layout == LAYOUTS[new] and not moved.refused.any()
+    assert_trees_equal(written(moved), written(before))
+    probe = draw_tokens(np.random.default_rng(1), *SPECS["gqa"], 3, 2)
+    how = scoring(SPECS["gqa"][0])
+    got, lse, after = fed(how, moved, probe)
+    want, want_lse, _ = fed(how, before, probe)
+    assert_close(got, want, terms=96)
+    assert_close(lse, want_lse, terms=96)
+    assert after.lengths.tolist() == [n + 2 for n in LENGTHS]
+    # There and back, the arrays are those of a cache that was made so.
+    back = moved.convert(layout=LAYOUTS[old], capacity=12)
+    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, before)
+    assert_trees_equal(written(back), written(before))
+
+
+def test_a_ring_keeps_the_last_tokens_of_a_longer_row() -> None:
+    before = filled("contiguous")
+    moved = before.convert(layout=Ring(4, pinned=1))
+    kept, all_of_them = written(moved, 9), written(before, 9)
+    np.testing.assert_array_equal(moved.lengths, LENGTHS)
+    for name in before.records.planes:
+        np.testing.assert_array_equal(
+            kept[name][1, [0, 5, 6, 7, 8]], all_of_them[name][1, [0, 5, 6, 7, 8]]
+        )
+        assert not kept[name][1, 1:5].any()
+        np.testing.assert_array_equal(kept[name][0, :3], all_of_them[name][0, :3])
+
+
+def test_what_a_ring_has_forgotten_is_refused() -> None:
+    ring = filled("contiguous").convert(layout=Ring(4))
+    with pytest.raises(ValueError, match=r"Contiguous\(\) cannot keep the tokens.*rows \[1\]"):
+        ring.convert(layout=Contiguous(), capacity=12)
+    moved = jax.jit(lambda c: c.convert(layout=Contiguous(), capacity=12))(ring)
+    assert moved.lengths.tolist() == [3, 0, 0] and moved.refused.tolist() == [False, True, False]
+    with pytest.raises(ValueError, match="has no capacity of its own: pass one for Contiguous"):
+        ring.convert(layout=Contiguous())
+    with pytest.raises(ValueError, match=r"cannot keep the tokens.*rows \[1\]"):
+        filled("contiguous").convert(layout=Paged(4), capacity=8)
+    with pytest.raises(ValueError, match=r"cannot keep the tokens.*rows \[1\]"):
+        filled("contiguous").convert(layout=Paged(4, pages=3))
+
+
+def test_a_model_s_cache_moves_layer_by_layer() -> None:
+    layer = filled("contiguous")
+    model = gather_layers([layer, jax.tree.map(jnp.copy, layer)])
+    moved = model.convert(layout=Paged(4), codec=Int8())
+    assert moved.layouts == (Paged(4),) and moved.lengths.tolist() == LENGTHS
+    want = layer.convert(codec=Int8()).convert(layout=Paged(4))
+    for number in range(2):
+        assert_trees_equal(written(moved.layer(number)), written(want))
