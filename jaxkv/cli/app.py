@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxkv.cli.compare import compare
+from jaxkv.cli.evaluate import evaluate
 from jaxkv.cli.generate import generate
 from jaxkv.cli.plan import plan
 from jaxkv.cli.train import train
@@ -27,6 +28,6 @@ def make_app() -> typer.Typer:
     ) -> None:
         del debug  # `main.run` takes it off the command line before this sees it.
 
-    for command in (compare, plan, train, generate):
+    for command in (compare, plan, train, generate, evaluate):
         app.command()(command)
     return app

@@ -210,6 +210,26 @@ def test_a_text_that_is_too_short_says_how_long_it_must_be(
     assert "too short" in capsys.readouterr().err
 
 
+def test_evaluate_shows_what_each_cache_costs(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = str(trained.parent / "text.txt")
+    arguments = ["evaluate", str(trained), "--text", text, "--context", "48", "--json"]
+    assert run([*arguments, "--cache", "ring:8,paged:16,int4"]) == 0
+    found = json.loads(capsys.readouterr().out)["caches"]
+    assert list(found) == ["default", "ring:8", "paged:16", "int4"]
+    # 144 bytes of the text are its validation part: two whole pieces.
+    assert {row["tokens"] for row in found.values()} == {96}
+    loss = {name: row["loss"] for name, row in found.items()}
+    assert abs(loss["paged:16"] - loss["default"]) < 1e-5
+    assert abs(loss["ring:8"] - loss["default"]) > 1e-5
+    assert 1e-6 < abs(loss["int4"] - loss["default"]) < 0.5
+    # 2 layers x (32 + 4) channels x 4 bytes; 2 x (18 bytes of codes and two scales of 4).
+    assert found["default"]["bytes_per_token"] == 288 and found["int4"]["bytes_per_token"] == 52
+    assert run([*arguments, "--context", "9999"]) == 1
+    assert "want at least 10000" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_with_its_own_text_and_no_fewer_steps(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

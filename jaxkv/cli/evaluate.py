@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jaxkv evaluate`: the loss of a trained model through any cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jaxkv.cli.caches import DEFAULT, HELP, CacheChoice, parse_caches
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Folder made by jaxkv train --output.")],
+    text: Annotated[
+        Path | None, typer.Option(help="Text file; the shipped Shakespeare if not given.")
+    ] = None,
+    cache: Annotated[str | None, typer.Option(help=HELP)] = None,
+    context: Annotated[int, typer.Option(help="Tokens that a cache holds at most.")] = 512,
+    limit: Annotated[int, typer.Option(help="The most bytes of the text that are read.")] = 65_536,
+    which: Annotated[str, typer.Option(help="best or last checkpoint.")] = "best",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show how well a trained model predicts a text (its validation part) through each cache."""
+    from jaxkv.cli.numerics import compute_numerics
+    from jaxkv.cli.saved import read_note
+    from jaxkv.generation.evaluation import evaluate as measure
+    from jaxkv.training import TextData, restore_model
+
+    if which not in ("best", "last"):
+        raise ValueError(f"--which {which!r}: want best or last.")
+    choices = {DEFAULT: CacheChoice()} | (parse_caches(cache) if cache else {})
+    model = restore_model(run, read_note(run).make(compute_numerics(None)), which)
+    data = TextData.read_file(text)
+    tokens = data.parts["validation"][:limit]
+    chunk = next(n for n in range(min(64, context), 0, -1) if context % n == 0)
+    found = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for name, choice in choices.items():
+            task = progress.add_task(name, total=1.0)
+            found[name] = measure(
+                model,
+                tokens,
+                context=context,
+                chunk=chunk,
+                make_cache=lambda rows, capacity, c=choice: c.make(model, rows, capacity),
+                report=lambda share, t=task: progress.update(t, completed=share),
+            )
+    if as_json:
+        rows = {n: {**e._asdict(), "perplexity": e.perplexity} for n, e in found.items()}
+        typer.echo(json.dumps({"text": data.name, "context": context, "caches": rows}, indent=2))
+        return
+    title = f"{found[DEFAULT].tokens:,} bytes of {data.name}, {context} at a time"
+    table = Table(title=title, title_justify="left")
+    table.add_column("cache")
+    for column in ("B/token", "nats/byte", "- default", "perplexity"):
+        table.add_column(column, justify="right")
+    for name, e in found.items():
+        table.add_row(
+            name,
+            f"{e.bytes_per_token:,}",
+            f"{e.loss:.4f}",
+            f"{e.loss - found[DEFAULT].loss:+.4f}",
+            f"{e.perplexity:.3f}",
+        )
+    Console().print(table)
