@@ -58,3 +58,22 @@ def test_scores_of_any_size_stay_finite(variant: type) -> None:
     # A softmax of such scores takes one value, and rounding may decide which.
     assert np.abs(got).max() <= 1.01 * np.abs(want).max()
     assert cache.lengths.tolist() == [6, 6]
+
+
+def test_row_04_local_blocks_are_counted_from_the_first_real_token() -> None:
+    # Blocks of 4 tokens; the second row of 6 begins with 2 of padding.
+    attn = GroupedQueryAttention(16, 4, rotary=Rotary(50.0), rngs=nnx.Rngs(0))
+    x, segments = X[:, :6], np.array([[1] * 6, [0, 0, 1, 1, 1, 1]], np.int32)
+    order = np.cumsum(segments, axis=1) - 1
+    keys = np.arange(6)
+    # With a cache, keys are counted by their order in the row, and queries as they are given.
+    cached = order[:, None, :, None] // 4 == keys // 4
+    plain = order[:, None, :, None] // 4 == order[:, None, None, :] // 4
+    got, _ = call(attn, x, attn.init_cache(2, 6), segment_ids=segments, mask=cached)
+    uncached, _ = call(attn, x, segment_ids=segments, mask=plain)
+    for row, pads in ((0, 0), (1, 2)):
+        alone = x[row : row + 1, pads:]
+        block = np.arange(6 - pads) // 4
+        want, _ = call(attn, alone, mask=block[:, None] == block[None])
+        assert_close(got[row, pads:], want[0])
+        assert_close(uncached[row, pads:], want[0])

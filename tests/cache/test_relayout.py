@@ -84,3 +84,32 @@ def test_a_model_s_cache_moves_layer_by_layer() -> None:
     want = layer.convert(codec=Int8()).convert(layout=Paged(4))
     for number in range(2):
         assert_trees_equal(written(moved.layer(number)), written(want))
+
+
+CACHES = [("contiguous", "raw"), ("ring", "int8"), ("paged", "int8"), ("paged", "raw")]
+
+
+@pytest.mark.parametrize(("layout", "codec"), CACHES)
+def test_spc_06_reordering_moves_every_leaf(layout: str, codec: str) -> None:
+    before = filled(layout, codec)
+    after = jax.jit(lambda c: c.reorder(jnp.array([1, 1, 0], jnp.int32)))(before)
+    old, new = written(before, 9), written(after, 9)
+    assert set(old) == set(new) and {"lengths", "key", "value"} <= set(old)
+    for name in old:
+        np.testing.assert_array_equal(new[name], old[name][[1, 1, 0]])
+
+
+@pytest.mark.parametrize(("layout", "codec"), CACHES)
+def test_spc_05_nothing_outlives_a_rollback(layout: str, codec: str) -> None:
+    # Take three back and give one: the same as if the three had never been.
+    spec, heads = SPECS["gqa"]
+    how, given = scoring(spec), draw_tokens(np.random.default_rng(0), spec, heads, 3, 9)
+    probe = draw_tokens(np.random.default_rng(1), spec, heads, 3, 1)
+    empty = filled(layout, codec).reset()
+    long = fed(how, empty, given, counts=[9, 9, 9], width=9)[2].rollback(3)
+    short = fed(how, empty, given, counts=[6, 6, 6], width=9)[2]
+    out, lse, after = fed(how, long, probe)
+    want, want_lse, fresh = fed(how, short, probe)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(lse, want_lse)
+    assert_trees_equal(written(after), written(fresh))
