@@ -45,6 +45,7 @@ def compiled_in_haste(request: pytest.FixtureRequest, programs: Path) -> Iterato
     """
     if request.node.get_closest_marker("as_shipped") is not None:
         yield
+        jax.clear_caches()
         return
     settings = {
         "jax_compilation_cache_dir": str(programs),
@@ -59,3 +60,5 @@ def compiled_in_haste(request: pytest.FixtureRequest, programs: Path) -> Iterato
             jax.config.update(name, value)
         if values is settings:
             yield
+            # Each program maps memory of its own, of which a process has a limited number.
+            jax.clear_caches()
