@@ -62,3 +62,8 @@ def compiled_in_haste(request: pytest.FixtureRequest, programs: Path) -> Iterato
             yield
             # Each program maps memory of its own, of which a process has a limited number.
             jax.clear_caches()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Starts with the notebooks: one of them takes a minute that others can fill."""
+    items.sort(key=lambda item: item.get_closest_marker("notebook") is None)
