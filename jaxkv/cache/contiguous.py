@@ -14,7 +14,9 @@ from jaxkv.cache.index import (
     Moves,
     Plan,
     Reach,
+    emptied_rows,
     empty_index,
+    live_span,
     stacked_jobs,
     take_rows,
     window_job,
@@ -62,8 +64,7 @@ class Contiguous:
     ) -> tuple[jax.Array, jax.Array]:
         """Bounds the blocks between the window's left edge and the row's length."""
         del slots
-        first, end = reach
-        return first // size, -(-jnp.minimum(end, index.lengths[row]) // size)
+        return live_span(index, row, size, reach)
 
     def locate(
         self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
@@ -101,12 +102,7 @@ class Contiguous:
 
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""
-        return dataclasses.replace(
-            index,
-            lengths=jnp.where(rows, 0, index.lengths),
-            overflowed=index.overflowed & ~rows,
-            refused=index.refused & ~rows,
-        )
+        return emptied_rows(index, rows)
 
     def mask_width(self, index: Index, slots: int) -> int | None:
         """A mask counts keys by slot."""

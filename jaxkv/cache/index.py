@@ -163,6 +163,22 @@ class Plan:
     after: Index
 
 
+def emptied_rows(index: Index, rows: jax.Array) -> Index:
+    """Empties rows, bool `[B]`, and clears their flags; the layout's own state is left to it."""
+    return dataclasses.replace(
+        index,
+        lengths=jnp.where(rows, 0, index.lengths),
+        overflowed=index.overflowed & ~rows,
+        refused=index.refused & ~rows,
+    )
+
+
+def live_span(index: Index, row: jax.Array, size: int, reach: Reach) -> tuple[jax.Array, jax.Array]:
+    """Bounds the blocks between the reach's left edge and the row's length."""
+    first, end = reach
+    return first // size, -(-jnp.minimum(end, index.lengths[row]) // size)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Moves:

@@ -14,7 +14,9 @@ from jaxkv.cache.index import (
     Moves,
     Plan,
     Reach,
+    emptied_rows,
     empty_index,
+    live_span,
     stacked_jobs,
     take_rows,
     window_job,
@@ -130,8 +132,7 @@ class Paged:
     ) -> tuple[jax.Array, jax.Array]:
         """Bounds the blocks between the window's left edge and the row's length."""
         del slots
-        first, end = reach
-        return first // size, -(-jnp.minimum(end, index.lengths[row]) // size)
+        return live_span(index, row, size, reach)
 
     def locate(
         self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
@@ -226,15 +227,10 @@ class Paged:
 
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True, and frees pages that nobody else holds."""
-        left = jnp.where(rows, 0, index.lengths)
-        references = _released(index.state, index.lengths, left, self.size)
-        return dataclasses.replace(
-            index,
-            lengths=left,
-            overflowed=index.overflowed & ~rows,
-            refused=index.refused & ~rows,
-            state=Pages(jnp.where(rows[:, None], NOBODY, index.state.table), references),
-        )
+        emptied = emptied_rows(index, rows)
+        references = _released(index.state, index.lengths, emptied.lengths, self.size)
+        table = jnp.where(rows[:, None], NOBODY, index.state.table)
+        return dataclasses.replace(emptied, state=Pages(table, references))
 
     def mask_width(self, index: Index, slots: int) -> int | None:
         """A mask counts keys by their order, up to the row's limit."""
@@ -252,9 +248,10 @@ def _allocate(references: jax.Array, want: jax.Array, most: int) -> tuple[jax.Ar
     Returns:
       Pages int32 `[B, most]`, -1 beyond what a row was granted, and how many that is, int32 `[B]`.
     """
-    rank = jnp.cumsum((references == 0).astype(jnp.int32))  # free pages up to each one
+    free = (references == 0).astype(jnp.int32)
+    rank = jnp.cumsum(free)  # free pages up to each one
     before = jnp.cumsum(want) - want
-    granted = jnp.clip(jnp.sum((references == 0).astype(jnp.int32)) - before, 0, want)
+    granted = jnp.clip(jnp.sum(free) - before, 0, want)
     number = lax.broadcasted_iota(jnp.int32, (want.shape[0], most), 1)
     ids = jnp.searchsorted(rank, before[:, None] + number + 1).astype(jnp.int32)
     return jnp.where(number < granted[:, None], ids, NOBODY), granted

@@ -18,7 +18,7 @@ from jaxkv.core.sharding import axis_size
 
 def relaid(
     group: Group, layers: Sequence[Records], layout: Layout, capacity: int | None
-) -> tuple[Index, list[Records]]:
+) -> tuple[Index, list[Records], jax.Array]:
     """Stores the tokens of a group of layers in another layout.
 
     Args:
@@ -28,8 +28,8 @@ def relaid(
       capacity: Of the new one, in tokens; default that of the old one.
 
     Returns:
-      The new index and records. A row of which the new layout would keep a token that is there no
-      more, or does not fit, comes out empty and `refused`.
+      The new index and records, and which rows are lost, bool `[B]`: one of which the new layout
+      would keep a token that is there no more, or does not fit, comes out empty and `refused`.
 
     Raises:
       ValueError: If a capacity is needed and not given, or on a mesh that splits rows.
@@ -59,7 +59,7 @@ def relaid(
         for x in source
     )
     filled = jnp.zeros((entries, slots), jnp.bool_).at[there, new_slot].set(True, mode="drop")
-    return index, [_moved(r, entries, slots, rows, columns, filled) for r in layers]
+    return index, [_moved(r, entries, slots, rows, columns, filled) for r in layers], lost
 
 
 def _find(order: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:

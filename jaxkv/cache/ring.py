@@ -15,6 +15,7 @@ from jaxkv.cache.index import (
     Moves,
     Plan,
     Reach,
+    emptied_rows,
     empty_index,
     stacked_jobs,
     take_rows,
@@ -182,13 +183,8 @@ class Ring:
 
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""
-        return dataclasses.replace(
-            index,
-            lengths=jnp.where(rows, 0, index.lengths),
-            overflowed=index.overflowed & ~rows,
-            refused=index.refused & ~rows,
-            state=jnp.where(rows, 0, index.state),
-        )
+        state = jnp.where(rows, 0, index.state)
+        return dataclasses.replace(emptied_rows(index, rows), state=state)
 
     def mask_width(self, index: Index, slots: int) -> int | None:
         """A mask counts keys by order, of which there is no end."""

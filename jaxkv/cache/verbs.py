@@ -201,11 +201,14 @@ class Verbs:
         there = jnp.clip(jnp.asarray(rows, jnp.int32), 0, max(batch - 1, 0))
         new, moves = [], []
         for layout, index in zip(layouts, indices, strict=True):
-            gathered, move = layout.gather(index, there)
-            lost = gathered.refused & ~take_rows(index.refused, there)
+            # An older flag of a row must not hide that it is lost now.
+            never = jnp.zeros_like(index.refused)
+            gathered, move = layout.gather(dataclasses.replace(index, refused=never), there)
+            lost = gathered.refused
             raise_if(lost, lambda: "no page is left for copies of the last pages of rows")
             emptied = layout.reset(gathered, missing)
-            new.append(dataclasses.replace(emptied, refused=emptied.refused | missing))
+            refused = lost | missing | take_rows(index.refused, there)
+            new.append(dataclasses.replace(emptied, refused=refused))
             moves.append(move)
         moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
         return self._rebuilt(tuple(new), moved)
@@ -263,8 +266,7 @@ class Verbs:
         new_indices, new_layouts = list(indices), list(layouts)
         for number, group in enumerate(self._groups()):
             mine = [i for i, g in enumerate(groups) if g == number]
-            index, moved = relaid(group, [layers[i] for i in mine], layout, capacity)
-            lost = index.refused & ~group.index.refused
+            index, moved, lost = relaid(group, [layers[i] for i in mine], layout, capacity)
             raise_if(lost, lambda: f"{layout} cannot keep the tokens of rows of {self}")
             for i, records in zip(mine, moved, strict=True):
                 layers[i] = records

@@ -319,6 +319,15 @@ def test_out_of_pages_is_a_flag_and_never_an_overwrite() -> None:
         )
 
 
+def test_an_older_flag_does_not_hide_a_lost_row() -> None:
+    how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 2, 8)
+    cache = fed(how, fresh("gqa", 2, 8, Paged(4, pages=2)), given, counts=[3, 3])[2]
+    flagged = jax.jit(lambda c: c.rollback(99))(cache)
+    assert flagged.refused.all()
+    with pytest.raises(ValueError, match="no page is left"):
+        flagged.fork(jnp.array([0, 1, 1], jnp.int32))
+
+
 def test_a_shared_prefix_takes_its_pages_once() -> None:
     how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 1, 10)
     cache = fresh("gqa", 3, 16, Paged(4))

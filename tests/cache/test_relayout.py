@@ -68,6 +68,10 @@ def test_what_a_ring_has_forgotten_is_refused() -> None:
         ring.convert(layout=Contiguous(), capacity=12)
     moved = jax.jit(lambda c: c.convert(layout=Contiguous(), capacity=12))(ring)
     assert moved.lengths.tolist() == [3, 0, 0] and moved.refused.tolist() == [False, True, False]
+    # A flag from before does not hide it.
+    flagged = jax.jit(lambda c: c.rollback(99))(ring)
+    with pytest.raises(ValueError, match=r"cannot keep the tokens.*rows \[1\]"):
+        flagged.convert(layout=Contiguous(), capacity=12)
     with pytest.raises(ValueError, match="has no capacity of its own: pass one for Contiguous"):
         ring.convert(layout=Contiguous())
     with pytest.raises(ValueError, match=r"cannot keep the tokens.*rows \[1\]"):

@@ -42,7 +42,7 @@ def bigram() -> Bigram:
 
 
 class Killed(Exception):
-    pass
+    """Ends a run from within, as a lost machine would."""
 
 
 def killed_at(step: int) -> Any:
