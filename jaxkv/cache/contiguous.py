@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache.index import (
+    UNBOUNDED,
     Index,
     Moves,
     Plan,
@@ -91,6 +92,11 @@ class Contiguous:
             lengths=jnp.where(good, index.lengths - count, index.lengths),
             refused=index.refused | jnp.logical_not(good),
         ), Moves()
+
+    def rollback_limit(self, slots: int) -> int:
+        """Every token that a row holds can be taken back."""
+        del slots
+        return UNBOUNDED
 
     def tile(self, slots: int, want: int) -> int:
         """Chooses how many slots a read takes at a time, about `want`."""

@@ -241,6 +241,11 @@ class Layout(Protocol):
         """Takes back the last `count int32[B]` tokens of each row, or flags the row `refused`."""
         ...
 
+    def rollback_limit(self, slots: int) -> int:
+        """Tokens that a rollback can always take back from a filled row; `UNBOUNDED` for all."""
+        del slots
+        return 0
+
     def tile(self, slots: int, want: int) -> int:
         """Chooses how many slots a read takes at a time, about `want`."""
         ...

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache.index import (
+    UNBOUNDED,
     Index,
     Moves,
     Plan,
@@ -184,6 +185,11 @@ class Paged:
             refused=index.refused | jnp.logical_not(good),
             state=Pages(table, references),
         ), Moves(source=jnp.maximum(last, 0), target=target)
+
+    def rollback_limit(self, slots: int) -> int:
+        """Every token that a row holds can be taken back."""
+        del slots
+        return UNBOUNDED
 
     def tile(self, slots: int, want: int) -> int:
         """Chooses how many slots a read takes at a time: a divisor of the page, at most `want`."""

@@ -173,6 +173,10 @@ class Ring:
             state=jnp.where(good & anew & (count > 0), lengths, index.state),
         ), Moves()
 
+    def rollback_limit(self, slots: int) -> int:
+        """The last token and `spare` more; all of a ring that is cut short by its capacity."""
+        return UNBOUNDED if slots < self._whole else self.spare + 1
+
     def tile(self, slots: int, want: int) -> int:
         """Chooses how many slots a read takes at a time, about `want`."""
         return min(slots, want)

@@ -106,6 +106,11 @@ class Verbs:
         """Tokens that every row may hold; `UNBOUNDED` (2**31 - 1) if it forgets old ones."""
         return min(g.layout.limit(g.index, g.slots) for g in self._groups())
 
+    @property
+    def rollback_limit(self) -> int:
+        """Tokens that `rollback` can always take back from rows that hold so many."""
+        return min(g.layout.rollback_limit(g.slots) for g in self._groups())
+
     def rollback(self, count: jax.Array) -> Self:
         """Takes back the last tokens of each row.
 
@@ -171,12 +176,18 @@ class Verbs:
         _, indices, layers, _ = self._parts()
         return self._rebuilt(tuple(map(unflagged, indices)), layers)
 
-    def reorder(self, rows: jax.Array) -> Self:
-        """Makes row i what row `rows[i]` was (beams): int32 `[B]`; else as `fork`."""
+    def reorder(self, rows: jax.Array, *, contexts: bool = True) -> Self:
+        """Makes row i what row `rows[i]` was (beams); else as `fork`.
+
+        Args:
+          rows: int32 `[B]`.
+          contexts: False leaves contexts where they are, for rows that only change places with
+            rows of the same context: beams then read theirs without ever copying it.
+        """
         check_arrays(rows=rows)
         if rows.shape != self.lengths.shape:
             raise ValueError(f"reorder rows {rows.shape}: want {self.lengths.shape}; else fork.")
-        return self.fork(rows)
+        return self._taken(rows, len(self._parts()[1]) if contexts else self._extended())
 
     def fork(self, rows: jax.Array) -> Self:
         """Makes a cache whose row i is a copy of row `rows[i]`.
@@ -190,6 +201,10 @@ class Verbs:
         Raises:
           ValueError: Outside `jit`, if a row does not exist.
         """
+        return self._taken(rows, len(self._parts()[1]))
+
+    def _taken(self, rows: jax.Array, number: int) -> Self:
+        """Moves the rows of the first `number` groups."""
         self.check_alive()
         layouts, indices, layers, groups = self._parts()
         batch = indices[0].lengths.shape[0]
@@ -200,7 +215,7 @@ class Verbs:
         raise_if(missing, lambda: f"rows {rows} of a cache of {batch}")
         there = jnp.clip(jnp.asarray(rows, jnp.int32), 0, max(batch - 1, 0))
         new, moves = [], []
-        for layout, index in zip(layouts, indices, strict=True):
+        for layout, index in zip(layouts[:number], indices[:number], strict=True):
             # An older flag of a row must not hide that it is lost now.
             never = jnp.zeros_like(index.refused)
             gathered, move = layout.gather(dataclasses.replace(index, refused=never), there)
@@ -210,8 +225,9 @@ class Verbs:
             refused = lost | missing | take_rows(index.refused, there)
             new.append(dataclasses.replace(emptied, refused=refused))
             moves.append(move)
+        new, moves = (*new, *indices[number:]), (*moves, *(Moves() for _ in indices[number:]))
         moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
-        return self._rebuilt(tuple(new), moved)
+        return self._rebuilt(new, moved)
 
     def share(self, rows: jax.Array, count: jax.Array) -> Self:
         """Makes row i begin anew with the first tokens of another row (a shared prefix).
