@@ -13,7 +13,10 @@ from jaxkv.attention import MultiHeadAttention as MultiHeadAttention
 from jaxkv.attention import MultiHeadLatentAttention as MultiHeadLatentAttention
 from jaxkv.attention import MultiQueryAttention as MultiQueryAttention
 from jaxkv.attention import ScoreOptions as ScoreOptions
+from jaxkv.cache import H2O as H2O
+from jaxkv.cache import TOVA as TOVA
 from jaxkv.cache import Contiguous as Contiguous
+from jaxkv.cache import Evicting as Evicting
 from jaxkv.cache import Float8 as Float8
 from jaxkv.cache import Int4 as Int4
 from jaxkv.cache import Int8 as Int8
@@ -23,6 +26,8 @@ from jaxkv.cache import ModelCache as ModelCache
 from jaxkv.cache import Paged as Paged
 from jaxkv.cache import Raw as Raw
 from jaxkv.cache import Ring as Ring
+from jaxkv.cache import SnapKV as SnapKV
+from jaxkv.cache import pyramid_budgets as pyramid_budgets
 from jaxkv.core.numerics import Numerics as Numerics
 from jaxkv.core.rotary import Rotary as Rotary
 from jaxkv.core.rotary_scaling import NTK as NTK

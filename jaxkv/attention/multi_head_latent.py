@@ -241,7 +241,8 @@ class MultiHeadLatentAttention(Attention):
         new = cache.attend_new(
             query, k, v, scoring, mask=mask, bias=bias, implementation=self.numerics.implementation
         )
-        out, _ = cache.joined([old, new], self._sinks())
+        out, lse = cache.joined([old, new], self._sinks())
+        cache = cache.settled(query, k, lse, scoring, view=view, weights=weights)
         return out.astype(query.dtype), cache.after(out).write(key, None)
 
     def _weights(self, like: jax.Array) -> LatentWeights:

@@ -5,6 +5,7 @@ from jaxkv.cache.codecs import Codec as Codec
 from jaxkv.cache.codecs import Plane as Plane
 from jaxkv.cache.codecs import Raw as Raw
 from jaxkv.cache.contiguous import Contiguous as Contiguous
+from jaxkv.cache.evicting import Evicting as Evicting
 from jaxkv.cache.export import register_export as register_export
 from jaxkv.cache.index import Index as Index
 from jaxkv.cache.index import Jobs as Jobs
@@ -16,6 +17,11 @@ from jaxkv.cache.layer_cache import create_layer as create_layer
 from jaxkv.cache.model_cache import ModelCache as ModelCache
 from jaxkv.cache.model_cache import gather_layers as gather_layers
 from jaxkv.cache.paged import Paged as Paged
+from jaxkv.cache.policies import H2O as H2O
+from jaxkv.cache.policies import TOVA as TOVA
+from jaxkv.cache.policies import Policy as Policy
+from jaxkv.cache.policies import SnapKV as SnapKV
+from jaxkv.cache.policies import pyramid_budgets as pyramid_budgets
 from jaxkv.cache.quantised import Float8 as Float8
 from jaxkv.cache.quantised import Int4 as Int4
 from jaxkv.cache.quantised import Int8 as Int8

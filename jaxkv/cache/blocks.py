@@ -34,14 +34,14 @@ class Unit:
     @property
     def row(self) -> jax.Array:
         """The row's number, int32."""
-        return self.number // (self.tile.kv_heads // self.tile.heads)
+        return self.number // self._units()
 
     def span(self) -> tuple[jax.Array, jax.Array]:
         """Bounds the row's live blocks that its queries may see."""
         order = self.q_order[self.row]
         reach = self.how.rule.reach(order[0], order[-1])
         layout, tile = self.how.layout, self.tile
-        first, end = layout.span(self.index, self.row, tile.slots, tile.size, reach)
+        first, end = layout.span(self._index(), self.row, tile.slots, tile.size, reach)
         return first, jnp.maximum(end, first)
 
     def block(self, j: jax.Array) -> tuple[Planes, jax.Array]:
@@ -82,6 +82,12 @@ class Unit:
             out[name] = add_window(total, window.astype(total.dtype), entry, slot, head)
         return out
 
+    def add_slots(self, total: jax.Array, x: jax.Array, j: jax.Array) -> jax.Array:
+        """Adds `x [heads, Z]` of block j to the slots `[heads, S]` of the row's entry."""
+        _, slot, _ = self._locate(j)
+        old = lax.dynamic_slice_in_dim(total, slot, self.tile.size, 1)
+        return lax.dynamic_update_slice_in_dim(total, old + x, slot, 1)
+
     def add_bias(
         self, total: jax.Array | None, grad: jax.Array | None, order: jax.Array
     ) -> jax.Array | None:
@@ -100,14 +106,21 @@ class Unit:
 
     def _locate(self, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         layout, tile = self.how.layout, self.tile
-        return layout.locate(self.index, self.row, tile.slots, tile.size, j)
+        return layout.locate(self._index(), self.row, tile.slots, tile.size, j)
+
+    def _index(self) -> Index:
+        return self.how.layout.at_head(self.index, self.number % self._units())
 
     def _heads(self, have: int) -> tuple[jax.Array, int]:
         """Tells this unit's first one and number of `have` heads; a single one is shared."""
-        units = self.tile.kv_heads // self.tile.heads
+        units = self._units()
         if have == 1:
             return jnp.zeros_like(self.number), 1
         return self.number % units * (have // units), have // units
+
+    def _units(self) -> int:
+        """Counts the units of a row."""
+        return self.tile.kv_heads // self.tile.heads
 
     def _row_of(self, x: jax.Array) -> jax.Array:
         return self.row if x.shape[0] > 1 else jnp.zeros_like(self.row)

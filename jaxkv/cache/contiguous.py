@@ -12,6 +12,7 @@ from jax import lax
 from jaxkv.cache.index import (
     UNBOUNDED,
     Index,
+    Layout,
     Moves,
     Plan,
     Reach,
@@ -26,7 +27,7 @@ from jaxkv.core.visibility import Visibility
 
 
 @dataclasses.dataclass(frozen=True)
-class Contiguous:
+class Contiguous(Layout):
     """Keeps every token of a row, in order, in one entry of `capacity` slots."""
 
     def create(self, batch: int, capacity: int) -> Index:

@@ -14,10 +14,12 @@ import numpy as np
 
 from jaxkv.cache.codecs import Raw
 from jaxkv.cache.contiguous import Contiguous
-from jaxkv.cache.index import Index, Jobs, Plan
+from jaxkv.cache.evicting import Evicting, Kept
+from jaxkv.cache.index import Fill, Index, Jobs, Plan
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache
 from jaxkv.cache.paged import Paged, Pages
+from jaxkv.cache.policies import H2O, TOVA, SnapKV
 from jaxkv.cache.quantised import Float8, Int4, Int8
 from jaxkv.cache.records import Records
 from jaxkv.cache.ring import Ring
@@ -97,6 +99,6 @@ def _restored(x: Any) -> Any:
 
 
 register_export(
-    nodes=(Index, Jobs, Plan, Records, LayerCache, ModelCache, Pages),
-    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Int8, Int4, Float8),
+    nodes=(Index, Jobs, Fill, Plan, Records, LayerCache, ModelCache, Pages, Kept),
+    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Evicting, H2O, TOVA, SnapKV, Int8, Int4, Float8),
 )

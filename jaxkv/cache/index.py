@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache.spec import KVSpec
 from jaxkv.core.sharding import constrain, out_sharding
 from jaxkv.core.trees import is_known, static
 from jaxkv.core.visibility import Visibility
@@ -95,11 +96,11 @@ def take_rows(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Jobs:
-    """Windows to write, J per row: all int32 `[B, J]`.
+    """Windows to write, J per row: all int32 `[B, J]` (or `[B, K, J]`).
 
     A job writes window lanes `low .. high - 1` of a window of `width` slots that starts at `slot`
-    of `entry`, reading token `offset + lane` of source row `row`. On a mesh, entries and rows count
-    from the first one of the device.
+    of `entry`, reading token `offset + lane` of source row `row`; of one `head`, or of all. On a
+    mesh, entries, rows and heads count from the first one of the device.
     """
 
     entry: jax.Array
@@ -109,6 +110,7 @@ class Jobs:
     low: jax.Array
     high: jax.Array
     width: int = static()
+    head: jax.Array | None = None
 
     def live_first(self) -> tuple[Jobs, jax.Array]:
         """Flattens to `[B * J]` with live jobs in front, and counts those."""
@@ -116,6 +118,27 @@ class Jobs:
         order = jnp.argsort(jnp.logical_not(live), stable=True)
         jobs = jax.tree.map(lambda x: jnp.take(x.reshape(-1), order), self)
         return jobs, jnp.sum(live.astype(jnp.int32))
+
+    def delayed(self, zero: jax.Array) -> Jobs:
+        """Makes the jobs depend on a scalar that is 0."""
+        return dataclasses.replace(self, high=self.high + zero)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """A write of many single tokens, in one pass over all slots.
+
+    Attributes:
+      source: int32 `[B, K, S]` (K is 1 if all heads take the same), the row's new token that goes
+        into each slot, -1 = none.
+    """
+
+    source: jax.Array
+
+    def delayed(self, zero: jax.Array) -> Fill:
+        """Makes the write depend on a scalar that is 0."""
+        return Fill(self.source + zero)
 
 
 def window_job(
@@ -159,7 +182,7 @@ class Plan:
     start: jax.Array
     count: jax.Array
     order: jax.Array | None
-    jobs: Jobs
+    jobs: Jobs | Fill
     after: Index
 
 
@@ -196,7 +219,28 @@ class Moves:
 
 
 class Layout(Protocol):
-    """Says where tokens go; a frozen, hashable dataclass. One file each."""
+    """Says where tokens go; a frozen, hashable dataclass. One file each.
+
+    Attributes:
+      per_layer: Every layer has an index of its own, since layers keep different tokens.
+    """
+
+    per_layer: ClassVar[bool] = False
+
+    @property
+    def per_head(self) -> bool:
+        """Whether slots of one head hold other tokens than those of the next."""
+        return False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the plan of a step is settled only after attention."""
+        return False
+
+    def fitted(self, spec: KVSpec) -> Layout:
+        """Fills in what depends on the record."""
+        del spec
+        return self
 
     def create(self, batch: int, capacity: int) -> Index:
         """Makes an empty index."""
@@ -261,3 +305,45 @@ class Layout(Protocol):
     def mask_width(self, index: Index, slots: int) -> int | None:
         """Width of a caller's mask over the whole row; `None` if orders are not bounded."""
         ...
+
+    def observed(self, length: int) -> int:
+        """How many of a call's last queries, of T = `length`, decide what is kept."""
+        del length
+        return 0
+
+    def settled(self, index: Index, slots: int, plan: Plan, old: jax.Array, new: jax.Array) -> Plan:
+        """Settles a plan by the attention that stored and new tokens got, `[B, heads, S | T]`."""
+        del index, slots, old, new
+        return plan
+
+    def evict(self, index: Index, keep: jax.Array) -> Index:
+        """Gives up the tokens of order w where `keep bool[B, W]` is False; later ones stay.
+
+        Raises:
+          ValueError: If where a token stands depends on how many are before it.
+        """
+        raise ValueError(
+            f"{self} keeps tokens in their order, so none can be taken out: convert to "
+            "layout=Evicting(budget) first."
+        )
+
+    def at_head(self, index: Index, head: jax.Array) -> Index:
+        """Turns to the slots of one head, where heads hold different tokens."""
+        del head
+        return index
+
+    def state_axes(self, heads: str | None) -> Any:
+        """Names the logical axes of the state, `heads` being that of the records' heads."""
+        del heads
+        return ("batch",)
+
+    def job_axes(self, heads: str | None) -> Any:
+        """Names the logical axes of a plan's jobs, alike."""
+        del heads
+        return ("batch",)
+
+
+def index_axes(layout: Layout, heads: str | None) -> Any:
+    """Names the logical axes of an index, `heads` being that of the records' heads."""
+    rows: Any = ("batch",)
+    return Index(rows, rows, rows, layout.state_axes(heads))

@@ -13,10 +13,11 @@ from jax import lax
 
 from jaxkv.cache.codecs import Codec, Planes, restored
 from jaxkv.cache.contiguous import Contiguous
-from jaxkv.cache.index import Index, Jobs, Layout, Plan
+from jaxkv.cache.index import Fill, Index, Jobs, Layout, Plan, index_axes
 from jaxkv.cache.plans import plan_step
 from jaxkv.cache.read import BlockView, Reading, read
 from jaxkv.cache.records import Records, create_records
+from jaxkv.cache.settling import Attended, settle
 from jaxkv.cache.spec import KVSpec
 from jaxkv.cache.verbs import Verbs
 from jaxkv.cache.write import write
@@ -64,7 +65,9 @@ class LayerCache(Verbs):
         indices: tuple[Index, ...],
         layers: tuple[Records, ...],
         layouts: tuple[Layout, ...] | None = None,
+        groups: tuple[int, ...] | None = None,
     ) -> LayerCache:
+        del groups
         layout = self.layout if layouts is None else layouts[0]
         return dataclasses.replace(self, index=indices[0], records=layers[0], layout=layout)
 
@@ -85,6 +88,10 @@ class LayerCache(Verbs):
     def close(self) -> LayerCache:
         """Ends the step: the index moves on."""
         return dataclasses.replace(self, index=self._opened().after, plan=None)
+
+    def after_step(self) -> Index:
+        """Tells the index once the model's step is done, of which a context takes no part."""
+        return self.index if self.context else self._opened().after
 
     def new_orders(self, length: int) -> tuple[jax.Array, jax.Array]:
         """Gives order int32 `[B, T]` and reality bool `[B, T]` of this call's tokens."""
@@ -117,26 +124,14 @@ class LayerCache(Verbs):
         Returns:
           `(out float32[B, T, N, V], lse float32[B, T, N])`.
         """
-        r, rule = self.records, self.layout.narrowed(scoring.rule)
-        how = Reading(
-            r.spec,
-            r.codec,
-            self.layout,
-            rule,
-            scoring.scale,
-            max(1, query.shape[2] // r.spec.kv_heads),
-            r.slots,
-            scoring.soft_cap,
-            scoring.precision,
-            view,
-        )
+        r, how = self.records, self._reading(query, scoring, view)
         heads = head_axis(r.spec.kv_heads)
 
         scores = ("batch", heads, None, None)
         in_axes = (
             ("batch", None, heads),
             self._plane_axes(heads),
-            ("batch",),
+            index_axes(self.layout, heads),
             ("batch",),
             scores,
             scores,
@@ -152,12 +147,15 @@ class LayerCache(Verbs):
         if key.size == 0:  # no rows or no tokens
             return self
 
-        def stored(planes: Planes, key: jax.Array, value: jax.Array | None, jobs: Jobs) -> Planes:
+        def stored(
+            planes: Planes, key: jax.Array, value: jax.Array | None, jobs: Jobs | Fill
+        ) -> Planes:
             new = r.codec.encode(r.spec, key, value)
             return write(planes, {n: restored(x, planes[n].dtype) for n, x in new.items()}, jobs)
 
-        axes, tokens = self._plane_axes(head_axis(r.spec.kv_heads)), self._token_axes()
-        in_axes = (axes, tokens, tokens, ("batch",))
+        heads, tokens = head_axis(r.spec.kv_heads), self._token_axes()
+        axes = self._plane_axes(heads)
+        in_axes = (axes, tokens, tokens, self.layout.job_axes(heads))
         planes = local(stored, in_axes, axes)(r.planes, key, value, jobs)
         return dataclasses.replace(self, records=dataclasses.replace(r, planes=planes))
 
@@ -201,6 +199,7 @@ class LayerCache(Verbs):
             query, *seen, scoring, mask=mask, bias=bias, implementation=implementation
         )
         out, lse = cache.joined([old, new], sink_logits)
+        cache = cache.settled(query, seen[0], lse, scoring)
         written = cache.after(out).write(key, value)
         return out, lse, written if self.plan is not None else written.close()
 
@@ -278,9 +277,39 @@ class LayerCache(Verbs):
         """
         plan = self._opened()
         heads = head_axis(self.records.spec.kv_heads)
-        in_axes = (("batch",), ("batch", None, heads))
-        jobs = local(_awaiting, in_axes, ("batch",))(plan.jobs, lax.stop_gradient(out))
+        job_axes = self.layout.job_axes(heads)
+        in_axes = (job_axes, ("batch", None, heads))
+        jobs = local(_awaiting, in_axes, job_axes)(plan.jobs, lax.stop_gradient(out))
         return dataclasses.replace(self, plan=dataclasses.replace(plan, jobs=jobs))
+
+    def settled(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        lse: jax.Array,
+        scoring: Scoring,
+        *,
+        view: BlockView | None = None,
+        weights: Any = None,
+    ) -> LayerCache:
+        """Lets a layout that goes by attention choose what stays, before anything is written.
+
+        Args:
+          query: `[B, T, N, H]`, as attended.
+          key: `[B, T, K, H]`, the call's own, as attended.
+          lse: float32 `[B, T, N]`, over all that each query saw.
+          scoring: Rule, scale and so on.
+          view: The form of the records that was attended, as in `attend`.
+          weights: The view's arrays.
+        """
+        if not self.layout.chooses:
+            return self
+        heads = head_axis(self.records.spec.kv_heads)
+        how, call = self._reading(query, scoring, view), Attended(query, key, lse)
+        axes = heads, self._plane_axes(heads)
+        planes = self.records.planes
+        plan = settle(how, call, planes, self.index, self._opened(), weights, axes)
+        return dataclasses.replace(self, plan=plan)
 
     def replicated(
         self, key: jax.Array, value: jax.Array | None
@@ -311,6 +340,22 @@ class LayerCache(Verbs):
         scores = ("batch", head_axis(self.records.spec.kv_heads), None, None)
         take = functools.partial(_columns, length, fill)
         return local(take, (scores, ("batch",)), scores)(x, start)
+
+    def _reading(self, query: jax.Array, scoring: Scoring, view: BlockView | None) -> Reading:
+        """Gathers the static choices of a read by queries `[B, T, N, H]`."""
+        r = self.records
+        return Reading(
+            r.spec,
+            r.codec,
+            self.layout,
+            self.layout.narrowed(scoring.rule),
+            scoring.scale,
+            max(1, query.shape[2] // r.spec.kv_heads),
+            r.slots,
+            scoring.soft_cap,
+            scoring.precision,
+            view,
+        )
 
     def _opened(self) -> Plan:
         if self.plan is None:
@@ -376,9 +421,10 @@ def create_layer(
     """
     if batch < 0 or capacity < 1 or lanes < 1:
         raise ValueError(f"batch={batch}, capacity={capacity}, lanes={lanes}: want >= 0, 1, 1.")
-    layout = layout if layout is not None else Contiguous()
+    spec = spec.replicated(replicas)
+    layout = (layout if layout is not None else Contiguous()).fitted(spec)
     entries, slots = layout.storage(batch, capacity)
-    records = create_records(spec.replicated(replicas), codec, entries, slots, lanes)
+    records = create_records(spec, codec, entries, slots, lanes)
     return LayerCache(layout.create(batch, capacity), records, None, layout, replicas, context)
 
 
@@ -391,14 +437,14 @@ def _joined(
     return jnp.where(real[..., None], out, 0.0), jnp.where(real, lse, -jnp.inf)
 
 
-def _awaiting(jobs: Jobs, out: jax.Array) -> Jobs:
+def _awaiting(jobs: Jobs | Fill, out: jax.Array) -> Jobs | Fill:
     """Gives the same jobs, which can only be known once `out` is."""
     if out.size == 0:
         return jobs
     bits = lax.bitcast_convert_type(out.reshape(-1)[0].astype(jnp.float32), jnp.int32)
     # Always 0, whatever the bits are, but not to a compiler that simplifies without ranges.
     zero = jnp.minimum(bits & 1, 0)
-    return dataclasses.replace(jobs, high=jobs.high + zero)
+    return jobs.delayed(zero)
 
 
 def _columns(length: int, fill: Any, x: jax.Array, start: jax.Array) -> jax.Array:

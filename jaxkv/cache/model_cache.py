@@ -48,9 +48,14 @@ class ModelCache(Verbs):
         indices: tuple[Index, ...],
         layers: tuple[Records, ...],
         layouts: tuple[Layout, ...] | None = None,
+        groups: tuple[int, ...] | None = None,
     ) -> ModelCache:
         layouts = self.layouts if layouts is None else layouts
-        return dataclasses.replace(self, indices=indices, layers=layers, layouts=layouts)
+        groups = self.groups if groups is None else groups
+        steps = self.steps + len(indices) - len(self.indices)
+        return dataclasses.replace(
+            self, indices=indices, layers=layers, layouts=layouts, groups=groups, steps=steps
+        )
 
     @property
     def context_lengths(self) -> jax.Array | None:
@@ -87,13 +92,11 @@ class ModelCache(Verbs):
         """Ends the step: takes the layers' records back, and the indices move on."""
         if self.plans is None:
             raise ValueError("this cache has no open step: call cache.open(T, lengths) first.")
-        # Every layer of a group stored the same context, so any of their indices is the group's.
-        contexts = [
-            layers[self.groups.index(g)].index for g in range(self.steps, len(self.indices))
-        ]
+        # Every layer of a group did the same, so any of them tells the group's index.
+        first = [layers[self.groups.index(g)] for g in range(len(self.indices))]
         return dataclasses.replace(
             self,
-            indices=(*(p.after for p in self.plans), *contexts),
+            indices=tuple(layer.after_step() for layer in first),
             layers=tuple(layer.records for layer in layers),
             plans=None,
         )
@@ -106,7 +109,14 @@ def _shapes(index: Index) -> tuple[tuple[int, ...], ...]:
 def gather_layers(layers: Sequence[LayerCache]) -> ModelCache:
     """Joins fresh layer caches into a model's; layers alike in layout and size share an index."""
     keys = [
-        (layer.context, layer.layout, layer.records.slots, _shapes(layer.index)) for layer in layers
+        (
+            layer.context,
+            layer.layout,
+            layer.records.slots,
+            _shapes(layer.index),
+            number if layer.layout.per_layer else 0,
+        )
+        for number, layer in enumerate(layers)
     ]
     kinds = sorted(dict.fromkeys(keys), key=lambda key: key[0])
     steps = sum(not key[0] for key in kinds)

@@ -12,6 +12,7 @@ from jax import lax
 from jaxkv.cache.index import (
     UNBOUNDED,
     Index,
+    Layout,
     Moves,
     Plan,
     Reach,
@@ -44,7 +45,7 @@ class Pages:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paged:
+class Paged(Layout):
     """Keeps every token of a row on pages of `size` tokens, given out as they are needed.
 
     Rows that are forked share their full pages; the last page, if it is not full, is copied then,

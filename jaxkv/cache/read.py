@@ -65,17 +65,24 @@ def read(
     The number of blocks that are read follows the live lengths, not the allocation. Slots that
     are not filled are emptied block by block, so what stands in them reaches nothing.
     """
-    B, T, N, H = query.shape
+    B, T, N, _ = query.shape
     spec = how.read_spec(N)
     K, V = spec.kv_heads, spec.value_width
     if B == 0 or T == 0:
         zero = jnp.zeros((B, T, N, V), jnp.float32)
         return zero, jnp.full((B, T, N), -jnp.inf, jnp.float32)
-    # [B, K, G*T, H]: all query rows of a KV head in one product.
-    grouped = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
-    out, lse = _read(how, grouped, planes, Inputs(bias, weights), Rows(index, q_order, mask))
+    out, lse = _read(
+        how, grouped_queries(query, K), planes, Inputs(bias, weights), Rows(index, q_order, mask)
+    )
     out = out.reshape(B, N, T, -1).swapaxes(1, 2)
     return out, lse.reshape(B, N, T).swapaxes(1, 2)
+
+
+def grouped_queries(x: jax.Array, kv_heads: int) -> jax.Array:
+    """Puts all query rows of a KV head side by side: `[B, T, N, H]` to `[B, K, G T, H]`."""
+    B, T, N, H = x.shape
+    x = x.reshape(B, T, kv_heads, N // kv_heads, H).transpose(0, 2, 3, 1, 4)
+    return x.reshape(B, kv_heads, -1, H)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -83,10 +90,10 @@ def _read(
     how: Reading, query: jax.Array, planes: Planes, inputs: Inputs, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
     """Reads for queries `[B, K, M, H]`: `([B, K, M, V], [B, K, M])`, float32."""
-    return _by_platform(_outputs, how, query, planes, inputs, rows)
+    return by_platform(_outputs, how, query, planes, inputs, rows)
 
 
-def _by_platform(fn: Callable[..., Any], how: Reading, *args: Any) -> Any:
+def by_platform(fn: Callable[..., Any], how: Reading, *args: Any) -> Any:
     """Runs a loop with the tile of the platform that the program is compiled for."""
     return lax.platform_dependent(
         *args,
@@ -114,10 +121,10 @@ def _outputs(
             block, order = unit.block(j)
             seen = unit.seen(order, q.shape)
             bias = unit.bias(inputs.bias, order, q.shape)
-            scores = _scores(how, q, block, inputs.weights, bias)
+            scores = block_scores(how, q, block, inputs.weights, bias)
             new_top = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
             shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
-            p = _weights(seen, scores, shift)
+            p = block_weights(seen, scores, shift)
             old = jnp.where(jnp.isfinite(top), exp_below(top - shift), 0.0)
             mixed = _mix(how, p.astype(q.dtype), block, inputs.weights)
             total = total * old + jnp.sum(p, axis=-1)
@@ -151,7 +158,7 @@ def _backward(how: Reading, saved: tuple, grads: tuple[jax.Array, jax.Array]) ->
     shift = jnp.where(seen_any, lse, 0.0)
     delta = jnp.sum(d_out * out, axis=-1) - jnp.where(seen_any, d_lse, 0.0)
     args = (query, planes, inputs, rows, d_out, shift, delta)
-    d_query, d_planes, d_inputs = _by_platform(_gradients, how, *args)
+    d_query, d_planes, d_inputs = by_platform(_gradients, how, *args)
     d_planes = {n: d_planes[n] if n in d_planes else zero_cotangent(x) for n, x in planes.items()}
     return d_query, d_planes, d_inputs, None
 
@@ -186,8 +193,10 @@ def _gradients(
             d_q, d_planes, d_inputs = carry
             block, order = unit.block(j)
             bias = unit.bias(inputs.bias, order, q.shape)
-            scores, pull = jax.vjp(functools.partial(_scores, how), q, block, inputs.weights, bias)
-            p = _weights(unit.seen(order, q.shape), scores, shifts[u, ..., 0])
+            scores, pull = jax.vjp(
+                functools.partial(block_scores, how), q, block, inputs.weights, bias
+            )
+            p = block_weights(unit.seen(order, q.shape), scores, shifts[u, ..., 0])
             _, pull_mix = jax.vjp(
                 functools.partial(_mix, how), p.astype(q.dtype), block, inputs.weights
             )
@@ -214,7 +223,7 @@ def _gradients(
     return d_query.reshape(query.shape), d_planes, d_inputs
 
 
-def _scores(
+def block_scores(
     how: Reading, query: jax.Array, block: Planes, weights: Any, bias: jax.Array | None
 ) -> jax.Array:
     spec, codec, block = how.viewed(query.shape[0], block, weights)
@@ -222,7 +231,7 @@ def _scores(
     return scores if bias is None else scores + bias
 
 
-def _weights(seen: jax.Array, scores: jax.Array, shift: jax.Array) -> jax.Array:
+def block_weights(seen: jax.Array, scores: jax.Array, shift: jax.Array) -> jax.Array:
     """Exponentiates the scores that are seen; others reach neither result nor gradient."""
     return jnp.where(seen, exp_below(jnp.where(seen, scores - shift[..., None], 0.0)), 0.0)
 

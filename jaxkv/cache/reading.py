@@ -93,7 +93,7 @@ def choose_tile(how: Reading, cpu: bool, query: jax.Array, planes: Planes) -> Ti
     """
     K, M = query.shape[1:3]
     slots = how.slots
-    if cpu and how.view is None:
+    if how.layout.per_head or (cpu and how.view is None):
         heads, (low, high) = 1, CPU_SLOTS
         # Many query rows pay for the traffic of a larger block.
         want = max(CPU_BLOCK_BYTES // max(_slot_bytes(x, K) for x in planes.values()), 2 * M)

@@ -32,10 +32,13 @@ def relaid(
       would keep a token that is there no more, or does not fit, comes out empty and `refused`.
 
     Raises:
-      ValueError: If a capacity is needed and not given, or on a mesh that splits rows.
+      ValueError: If a capacity is needed and not given, if heads keep different tokens, or on a
+        mesh that splits rows.
     """
     if axis_size("batch") > 1:
         raise ValueError("a layout cannot be changed on a mesh that splits rows over devices.")
+    if group.layout.per_head:
+        raise ValueError(f"{group.layout}: its heads keep different tokens, {layout} the same.")
     old = group.index
     batch = old.lengths.shape[0]
     limit = group.layout.limit(old, group.slots)

@@ -12,6 +12,7 @@ from jax import lax
 from jaxkv.cache.index import (
     UNBOUNDED,
     Index,
+    Layout,
     Moves,
     Plan,
     Reach,
@@ -26,7 +27,7 @@ from jaxkv.core.visibility import Visibility
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class Ring(Layout):
     """Keeps the first `pinned` and the last `window` tokens of a row.
 
     A module whose own rule shows more is narrowed to that: the calls with such a cache see what a

@@ -13,7 +13,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.cache.codecs import Codec
-from jaxkv.cache.index import Index, Layout, Moves, flagged, raise_if, take_rows, unflagged
+from jaxkv.cache.index import (
+    Index,
+    Layout,
+    Moves,
+    flagged,
+    index_axes,
+    raise_if,
+    take_rows,
+    unflagged,
+)
 from jaxkv.cache.plans import Group
 from jaxkv.cache.records import Records, bytes_per_token, converted, physical_bytes, tree_bytes
 from jaxkv.cache.relayout import relaid
@@ -36,6 +45,7 @@ class Verbs:
         indices: tuple[Index, ...],
         layers: tuple[Records, ...],
         layouts: tuple[Layout, ...] | None = None,
+        groups: tuple[int, ...] | None = None,
     ) -> Self:
         raise NotImplementedError
 
@@ -251,6 +261,32 @@ class Verbs:
         left = jnp.where(rows < 0, forked.lengths, count)
         return forked.rollback(forked.lengths - left)
 
+    def evict(self, keep: jax.Array) -> Self:
+        """Gives up tokens of each row; those that stay keep their positions.
+
+        Args:
+          keep: bool `[B, W]`: whether the row's token of order w stays. Tokens from W on stay.
+
+        Returns:
+          The cache, with room for as many tokens more.
+
+        Raises:
+          ValueError: If the layout cannot leave tokens out: `Evicting` can.
+        """
+        self.check_alive()
+        check_arrays(keep=keep)
+        batch = self.lengths.shape[0]
+        if keep.ndim != 2 or keep.shape[0] != batch or keep.dtype != jnp.bool_:
+            raise ValueError(f"evict keep {keep.dtype}{keep.shape}: want bool[{batch}, W].")
+        groups = self._groups()
+
+        def kept(indices: tuple[Index, ...], keep: jax.Array) -> tuple[Index, ...]:
+            return tuple(g.layout.evict(i, keep) for g, i in zip(groups, indices, strict=True))
+
+        _, indices, layers, _ = self._parts()
+        new = _by_rows(kept)(indices[: len(groups)], keep)
+        return self._rebuilt((*new, *indices[len(groups) :]), layers)
+
     def convert(
         self,
         *,
@@ -279,15 +315,24 @@ class Verbs:
         layers = [converted(r, codec, lanes) for r in layers]
         if layout is None:
             return self._rebuilt(indices, tuple(layers))
-        new_indices, new_layouts = list(indices), list(layouts)
+        made: list[tuple[Layout, Index]] = []
+        new_groups = dict.fromkeys(range(len(layers)), 0)
         for number, group in enumerate(self._groups()):
             mine = [i for i, g in enumerate(groups) if g == number]
-            index, moved, lost = relaid(group, [layers[i] for i in mine], layout, capacity)
-            raise_if(lost, lambda: f"{layout} cannot keep the tokens of rows of {self}")
-            for i, records in zip(mine, moved, strict=True):
-                layers[i] = records
-            new_indices[number], new_layouts[number] = index, layout
-        return self._rebuilt(tuple(new_indices), tuple(layers), tuple(new_layouts))
+            # Layers that keep different tokens part company.
+            for apart in [[i] for i in mine] if layout.per_layer else [mine]:
+                fitted = layout.fitted(layers[apart[0]].spec)
+                index, moved, lost = relaid(group, [layers[i] for i in apart], fitted, capacity)
+                raise_if(lost, lambda: f"{layout} cannot keep the tokens of rows of {self}")
+                for i, records in zip(apart, moved, strict=True):
+                    layers[i], new_groups[i] = records, len(made)
+                made.append((fitted, index))
+        for number in range(self._extended(), len(indices)):
+            for i in (i for i, g in enumerate(groups) if g == number):
+                new_groups[i] = len(made) + number - self._extended()
+        contexts = list(zip(layouts, indices, strict=True))[self._extended() :]
+        new_layouts, new_indices = zip(*made, *contexts, strict=True)
+        return self._rebuilt(new_indices, tuple(layers), new_layouts, tuple(new_groups.values()))
 
     @property
     def bytes_per_token(self) -> int:
@@ -310,10 +355,21 @@ class Verbs:
 
     def sharding(self, mesh: Mesh, rules: Rules | None = None) -> Self:
         """Gives each leaf's `NamedSharding`: rows over `batch`, heads over `kv_heads`."""
-        _, indices, layers, _ = self._parts()
+        layouts, indices, layers, _ = self._parts()
 
-        def rows(x: Any) -> Any:
-            return named(mesh, ("batch", *(None,) * (x.ndim - 1)), x.shape, rules)
+        def tree(axes: tuple[str | None, ...], part: Any) -> Any:
+            def place(x: Any) -> Any:
+                return named(mesh, (*axes, *(None,) * x.ndim)[: x.ndim], x.shape, rules)
+
+            return jax.tree.map(place, part)
+
+        def is_axes(node: Any) -> bool:
+            return type(node) is tuple
+
+        spread = tuple(
+            jax.tree.map(tree, index_axes(layout, "kv_heads"), index, is_leaf=is_axes)
+            for layout, index in zip(layouts, indices, strict=True)
+        )
 
         placed = tuple(
             dataclasses.replace(
@@ -321,7 +377,7 @@ class Verbs:
             )
             for r in layers
         )
-        return self._rebuilt(jax.tree.map(rows, indices), placed)
+        return self._rebuilt(spread, placed)
 
 
 def _any(flags: tuple[jax.Array, ...]) -> jax.Array:

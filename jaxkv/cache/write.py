@@ -11,15 +11,12 @@ import numpy as np
 from jax import lax
 
 from jaxkv.cache.codecs import Planes
-from jaxkv.cache.index import Jobs
+from jaxkv.cache.index import Fill, Jobs
+from jaxkv.core.numerics import pad_width
 
 
-@jax.custom_vjp
-def write(planes: Planes, new: Planes, jobs: Jobs) -> Planes:
+def write(planes: Planes, new: Planes, jobs: Jobs | Fill) -> Planes:
     """Writes new tokens into their slots; nothing else is touched.
-
-    One loop serves all planes and layouts. It is in place when `planes` is donated, where a
-    scatter relayouts 8-bit and 64-wide caches and unrolled windows copy the cache.
 
     Args:
       planes: Storage, each `[E, heads, S, ...]`.
@@ -29,6 +26,28 @@ def write(planes: Planes, new: Planes, jobs: Jobs) -> Planes:
     Returns:
       The planes with the tokens in them. Lane padding of a written slot becomes 0.
     """
+    if isinstance(jobs, Fill):
+        return {name: _filled(x, new[name], jobs.source) for name, x in planes.items()}
+    return write_windows(planes, new, jobs)
+
+
+def _filled(plane: jax.Array, new: jax.Array, source: jax.Array) -> jax.Array:
+    """Takes the new token of each slot that gets one: a pass over the plane, in place."""
+    beyond = plane.shape[2] - source.shape[2]
+    source = jnp.pad(source, [(0, 0), (0, 0), (0, beyond)], constant_values=-1)
+    if plane.ndim == 4:
+        new, source = pad_width(new, plane.shape[3]), source[..., None]
+    taken = jnp.take_along_axis(new, jnp.maximum(source, 0), axis=2)
+    return jnp.where(source >= 0, taken, plane)
+
+
+@jax.custom_vjp
+def write_windows(planes: Planes, new: Planes, jobs: Jobs) -> Planes:
+    """Writes windows of tokens; arguments and result as in `write`.
+
+    One loop serves all planes and layouts. It is in place when `planes` is donated, where a
+    scatter relayouts 8-bit and 64-wide caches and unrolled windows copy the cache.
+    """
     jobs, live = jobs.live_first()
     frames = {name: _framed(x, planes[name], jobs.width) for name, x in new.items()}
 
@@ -37,14 +56,14 @@ def write(planes: Planes, new: Planes, jobs: Jobs) -> Planes:
         for name, frame in frames.items():
             old = _slot_window(planes[name], jobs, j)
             kept = jnp.where(_chosen(jobs, j, old), _token_window(frame, jobs, j), old)
-            out[name] = _put(planes[name], kept, jobs.entry[j], jobs.slot[j])
+            out[name] = _put(planes[name], kept, jobs.entry[j], jobs.slot[j], _head(jobs, j))
         return out
 
     return lax.fori_loop(0, live, body, dict(planes))
 
 
 def _forward(planes: Planes, new: Planes, jobs: Jobs) -> tuple[Planes, tuple[Planes, Jobs]]:
-    return write(planes, new, jobs), (new, jobs)
+    return write_windows(planes, new, jobs), (new, jobs)
 
 
 def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes, None]:
@@ -61,9 +80,9 @@ def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes
             chosen = _chosen(jobs, j, grad)
             given = jnp.where(chosen, grad, _token_window(tokens[name], jobs, j))
             place = jobs.offset[j] + jobs.width
-            tokens[name] = _put(tokens[name], given, jobs.row[j], place)
+            tokens[name] = _put(tokens[name], given, jobs.row[j], place, _head(jobs, j))
             left = jnp.where(chosen, jnp.zeros_like(grad), grad)
-            slots[name] = _put(slots[name], left, jobs.entry[j], jobs.slot[j])
+            slots[name] = _put(slots[name], left, jobs.entry[j], jobs.slot[j], _head(jobs, j))
         return slots, tokens
 
     slots, tokens = lax.fori_loop(0, live, body, (floats, frames))
@@ -71,7 +90,7 @@ def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes
     return {**grads, **slots}, {**jax.tree.map(zero_cotangent, new), **unframed}, None
 
 
-write.defvjp(_forward, _backward)
+write_windows.defvjp(_forward, _backward)
 
 
 def zero_cotangent(x: jax.Array) -> Any:
@@ -100,8 +119,19 @@ def add_window(
     return lax.dynamic_update_slice(x, old + window, _corner(x, entry, head, slot))
 
 
-def _put(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice(x, window, _corner(x, entry, jnp.zeros_like(entry), slot))
+def _put(
+    x: jax.Array,
+    window: jax.Array,
+    entry: jax.Array,
+    slot: jax.Array,
+    heads: tuple[jax.Array, int] | None,
+) -> jax.Array:
+    head = heads[0] if heads is not None else jnp.zeros_like(entry)
+    return lax.dynamic_update_slice(x, window, _corner(x, entry, head, slot))
+
+
+def _head(jobs: Jobs, j: jax.Array) -> tuple[jax.Array, int] | None:
+    return None if jobs.head is None else (jobs.head[j], 1)
 
 
 def _corner(
@@ -111,11 +141,12 @@ def _corner(
 
 
 def _slot_window(plane: jax.Array, jobs: Jobs, j: jax.Array) -> jax.Array:
-    return window_of(plane, jobs.entry[j], jobs.slot[j], jobs.width)
+    return window_of(plane, jobs.entry[j], jobs.slot[j], jobs.width, _head(jobs, j))
 
 
 def _token_window(frame: jax.Array, jobs: Jobs, j: jax.Array) -> jax.Array:
-    return window_of(frame, jobs.row[j], jobs.offset[j] + jobs.width, jobs.width)
+    first = jobs.offset[j] + jobs.width
+    return window_of(frame, jobs.row[j], first, jobs.width, _head(jobs, j))
 
 
 def _chosen(jobs: Jobs, j: jax.Array, like: jax.Array) -> jax.Array:

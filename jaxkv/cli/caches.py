@@ -9,7 +9,19 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxkv.cache import Float8, Int4, Int8, Layout, ModelCache, Paged, Raw, Ring
+from jaxkv.cache import (
+    H2O,
+    TOVA,
+    Evicting,
+    Float8,
+    Int4,
+    Int8,
+    Layout,
+    ModelCache,
+    Paged,
+    Raw,
+    Ring,
+)
 from jaxkv.cache.codecs import Codec
 from jaxkv.cli.variants import pick
 from jaxkv.models.decoder import Decoder
@@ -48,6 +60,8 @@ PARTS = {
     "ring": Part("last tokens kept", lambda window=256: CacheChoice(Ring(window))),
     "sinks": Part("last tokens kept", lambda window=256: CacheChoice(Ring(window, PINNED))),
     "paged": Part("tokens of a page", lambda size=64: CacheChoice(Paged(size))),
+    "h2o": Part("tokens kept", lambda budget=256: CacheChoice(Evicting(budget, H2O()))),
+    "tova": Part("tokens kept", lambda budget=256: CacheChoice(Evicting(budget, TOVA()))),
     "bfloat16": Part(None, lambda: CacheChoice(codec=Raw(jnp.bfloat16))),
     "int8": Part("channels of a scale", lambda group=None: CacheChoice(codec=Int8(group))),
     "int4": Part("channels of a scale", lambda group=None: CacheChoice(codec=Int4(group))),

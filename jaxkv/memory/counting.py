@@ -129,14 +129,19 @@ class Storage:
             index = jax.eval_shape(lambda layout=layout: layout.create(rows, context))
             records = self._records(layer, spec, rows, context, lanes)
             layers.append(LayerCache(index, records, None, layout, replicas=1, context=False))
-        # Equal layers share an index, so one of each kind gives every index.
-        indices = gather_layers(layers).indices
+        # Equal layers share an index, so one of each kind gives every index, but for layouts
+        # of which each layer has its own.
+        indices = measure(gather_layers(layers).indices) + sum(
+            (counts[layer] - 1) * measure(made.index)
+            for (layer, _), made in zip(stored, layers, strict=True)
+            if made.layout.per_layer
+        )
         records = sum(
             counts[layer] * measure(made.records.planes)
             for (layer, _), made in zip(stored, layers, strict=True)
         )
         states = rows * _over_layers(geometry, lambda layer: layer.state_bytes)
-        return measure(indices) + records + states
+        return indices + records + states
 
     def _records(
         self, layer: LayerSpec, spec: KVSpec, rows: int, context: int, lanes: int

@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv.cache import (
     Codec,
     Contiguous,
+    Evicting,
     Float8,
     Int4,
     Int8,
@@ -99,6 +100,14 @@ LAYOUTS = {
     "paged": Kept(
         Paged(4, pages=256),
         lambda held, slots: -(-slots // 4) * 4 - held,
+        lambda held, n, high: n > held,
+        lambda held, high: list(range(held)),
+        lambda left: True,
+    ),
+    # Here nobody evicts; who does stands in test_evicting.py.
+    "evicting": Kept(
+        Evicting(9),
+        lambda held, slots: min(9, slots) - held,
         lambda held, n, high: n > held,
         lambda held, high: list(range(held)),
         lambda left: True,

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evicting layout: a row keeps some tokens, which a policy or the caller chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkv.cache.index import (
+    UNBOUNDED,
+    Fill,
+    Index,
+    Jobs,
+    Layout,
+    Moves,
+    Plan,
+    Reach,
+    emptied_rows,
+    empty_index,
+    take_rows,
+)
+from jaxkv.cache.policies import Policy
+from jaxkv.cache.spec import KVSpec
+from jaxkv.core.trees import check_sizes
+from jaxkv.core.visibility import Visibility
+
+# Calls of more new tokens than this share of the slots write all of these in one pass.
+FEW = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Which tokens stand where: the state of an evicting layer.
+
+    Attributes:
+      order: int32 `[B, K, S]`, the order of the token in each slot, -1 = free; K is 1 where all
+        heads keep the same.
+      weight: float32 `[B, K, S]`, the attention it got, if the policy adds that up; else `None`.
+      mark: int32 `[B]`, a rollback to fewer tokens than this would miss what was evicted.
+    """
+
+    order: jax.Array
+    weight: jax.Array | None
+    mark: jax.Array
+
+
+class OneHead(NamedTuple):
+    """The order plane, and the head that a read is at."""
+
+    order: jax.Array
+    head: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Evicting(Layout):
+    """Keeps `budget` tokens of a row and gives the others up; tokens keep their positions.
+
+    A call attends to what is kept and to its own tokens, then its policy chooses what stays. So
+    results depend on how tokens arrive once something is evicted; until then they are those
+    of any other layout. Each layer chooses for itself: give a list of these for
+    budgets that differ by layer (`pyramid_budgets`).
+
+    Args:
+      budget: Tokens of a row that stay; a tuple: for each KV head.
+      policy: Who chooses; `None`: the caller, by `evict`, and a full row overflows.
+      room: Slots beside these, for tokens that follow where the policy does not evict (`SnapKV`).
+      heads: KV heads that keep tokens of their own; filled in by the cache.
+
+    Raises:
+      ValueError: If a number is out of range, or budgets by head meet a policy of whole layers.
+
+    >>> from jaxkv.cache.policies import H2O
+    >>> Evicting(512, H2O()).storage(batch=8, capacity=4096)
+    (8, 512)
+    """
+
+    budget: int | tuple[int, ...]
+    policy: Policy | None = None
+    room: int = 0
+    heads: int = 1
+
+    per_layer: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for budget in self._budgets():
+            check_sizes(budget=budget)
+        if not isinstance(self.room, int) or self.room < 0:
+            raise ValueError(f"room={self.room!r}: want at least 0 tokens.")
+        by_head = isinstance(self.budget, tuple)
+        if by_head and not (self.policy is not None and self.policy.per_head):
+            raise ValueError(f"{self}: budgets by head want a policy that chooses by head.")
+
+    def _budgets(self) -> tuple[int, ...]:
+        return self.budget if isinstance(self.budget, tuple) else (self.budget,)
+
+    @property
+    def per_head(self) -> bool:
+        """Whether slots of one head hold other tokens than those of the next."""
+        return self.heads > 1
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the plan of a step is settled only after attention."""
+        return self.policy is not None
+
+    def fitted(self, spec: KVSpec) -> Evicting:
+        """Gives each KV head tokens of its own, if the policy chooses by head.
+
+        Raises:
+          ValueError: If there are budgets for another number of heads.
+        """
+        chooses = self.policy is not None and self.policy.per_head and not spec.shared_width
+        heads = spec.kv_heads if chooses else 1
+        if isinstance(self.budget, tuple) and len(self.budget) != heads:
+            raise ValueError(
+                f"{len(self.budget)} budgets for {heads} KV heads that keep tokens of their own."
+            )
+        return dataclasses.replace(self, heads=heads)
+
+    def create(self, batch: int, capacity: int) -> Index:
+        """Makes an empty index."""
+        shape = (batch, self.heads, self.storage(batch, capacity)[1])
+        adds = self.policy is not None and self.policy.accumulates
+        weight = jnp.zeros(shape, jnp.float32) if adds else None
+        order = jnp.full(shape, -1, jnp.int32)
+        return empty_index(batch, Kept(order, weight, jnp.zeros((batch,), jnp.int32)))
+
+    def storage(self, batch: int, capacity: int) -> tuple[int, int]:
+        """Sizes the records: one entry per row, of no more slots than the row has tokens."""
+        return batch, min(max(self._budgets()) + self.room, capacity)
+
+    def narrowed(self, rule: Visibility) -> Visibility:
+        """Checks that what is evicted could be missed by later queries only.
+
+        Raises:
+          ValueError: If the rule looks ahead without end.
+        """
+        if rule.right is None:
+            raise ValueError(f"{self} gives tokens up, and {rule} asks for all of them.")
+        return rule
+
+    def limit(self, index: Index, slots: int) -> int:
+        """Tokens that a row may hold: its slots if only the caller evicts, else no limit."""
+        del index
+        return slots if self.policy is None else UNBOUNDED
+
+    def plan(self, index: Index, slots: int, length: int, count: jax.Array) -> Plan:
+        """Plans with what is known before attention: the oldest tokens would be evicted."""
+        order = index.state.order
+        if self.policy is not None and self.policy.evicts(length):
+            fit = count
+        else:
+            free = jnp.sum((order < 0).astype(jnp.int32), axis=2)
+            fit = jnp.minimum(count, jnp.min(free, axis=1))
+        rank = self._orders(index, length)
+        weight = None if index.state.weight is None else jnp.zeros(rank.shape, jnp.float32)
+        plan = Plan(index.lengths, count, None, _no_jobs(index), index)
+        after = dataclasses.replace(
+            index, lengths=index.lengths + fit, overflowed=index.overflowed | (fit < count)
+        )
+        plan = dataclasses.replace(plan, after=after)
+        return self._chosen(index, slots, plan, rank.astype(jnp.float32), weight, length)
+
+    def observed(self, length: int) -> int:
+        """How many of a call's last queries, of T = `length`, have to be weighed."""
+        if self.policy is None or not self.policy.evicts(length):
+            return 0
+        return min(self.policy.observed(length), length)
+
+    def settled(self, index: Index, slots: int, plan: Plan, old: jax.Array, new: jax.Array) -> Plan:
+        """Chooses what stays, now that it is known what attention each token got.
+
+        Args:
+          index: Before the step.
+          slots: S.
+          plan: The step's.
+          old: float32 `[B, heads, S]`, of stored tokens.
+          new: float32 `[B, heads, T]`, of the step's own.
+        """
+        assert self.policy is not None
+        length = new.shape[2]
+        if index.state.weight is not None:
+            old = old + index.state.weight
+        weight = jnp.concatenate([old, new], axis=2)
+        order = self._orders(index, length)
+        there = order < plan.after.lengths[:, None, None]
+        order = jnp.where(there, order, -1)
+        rank = self.policy.rank(weight, order, plan.after.lengths, min(max(self._budgets()), slots))
+        return self._chosen(index, slots, plan, rank, weight, length)
+
+    def _orders(self, index: Index, length: int) -> jax.Array:
+        """Lists orders of stored tokens and of a step's own: int32 `[B, heads, S + T]`."""
+        new = index.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        old = index.state.order
+        new = jnp.broadcast_to(new[:, None], (*old.shape[:2], length))
+        return jnp.concatenate([old, new], axis=2)
+
+    def _chosen(
+        self,
+        index: Index,
+        slots: int,
+        plan: Plan,
+        rank: jax.Array,
+        weight: jax.Array | None,
+        length: int,
+    ) -> Plan:
+        """Evicts what ranks lowest, and gives the step's own tokens that stay their slots."""
+        state, end = index.state, plan.after.lengths
+        order = self._orders(index, length)
+        live = (order >= 0) & (order < end[:, None, None])
+        lone = length == 1 and not self.room  # at most one is too many
+        kept = live & ~_lowest(rank, order, live, self._allowed(slots, length, plan.count), lone)
+        old, new = kept[..., :slots], kept[..., slots:]
+        to = _nth_free(~old, jnp.cumsum(new.astype(jnp.int32), axis=2))
+        to = jnp.where(new, to, slots)
+        source = _inverse(to, slots)
+        arrived = source >= 0
+        at = jnp.where(arrived, slots + source, lax.broadcasted_iota(jnp.int32, source.shape, 2))
+        taken = arrived | old
+        evicted = jnp.any(live & ~kept, axis=(1, 2))
+        after = Kept(
+            jnp.where(taken, jnp.take_along_axis(order, at, axis=2), -1),
+            None
+            if state.weight is None or weight is None
+            else jnp.where(taken, jnp.take_along_axis(weight, at, axis=2), 0.0),
+            jnp.where(evicted, end, state.mark),
+        )
+        jobs = _jobs(to, slots) if length * FEW <= slots else Fill(source)
+        return dataclasses.replace(
+            plan, jobs=jobs, after=dataclasses.replace(plan.after, state=after)
+        )
+
+    def _allowed(self, slots: int, length: int, count: jax.Array) -> jax.Array:
+        """Tells how many tokens may stay after a call: int32 `[B, heads or 1]`."""
+        every = jnp.full((count.shape[0], 1), slots, jnp.int32)
+        if self.policy is None or not self.policy.evicts(length):
+            return every
+        budgets = jnp.asarray(np.minimum(self._budgets(), slots)[None], jnp.int32)
+        return jnp.where(self.policy.compresses(count)[:, None], budgets, every)
+
+    def at_head(self, index: Index, head: jax.Array) -> Index:
+        """Turns to the slots of one head."""
+        order = index.state.order
+        head = jnp.minimum(head, order.shape[1] - 1)
+        return dataclasses.replace(index, state=OneHead(order, head))
+
+    def state_axes(self, heads: str | None) -> Any:
+        """Names the logical axes of the state: heads lie where their records do."""
+        by_head = ("batch", "kv_heads" if heads is not None and self.per_head else None, None)
+        return Kept(by_head, by_head, ("batch",))  # type: ignore[arg-type]
+
+    def job_axes(self, heads: str | None) -> Any:
+        """Names the logical axes of jobs, alike."""
+        return ("batch", "kv_heads" if heads is not None and self.per_head else None, None)
+
+    def span(
+        self, index: Index, row: jax.Array, slots: int, size: int, reach: Reach
+    ) -> tuple[jax.Array, jax.Array]:
+        """Bounds the blocks up to the last slot that holds anything."""
+        del reach
+        held = _slots_of(index.state, row, jnp.zeros_like(row), slots) >= 0
+        end = jnp.max(jnp.where(held, jnp.arange(1, slots + 1, dtype=jnp.int32), 0))
+        return jnp.zeros_like(end), -(-end // size)
+
+    def locate(
+        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Finds block `block` of a row; the last one starts early rather than run past the end."""
+        begin = block * size
+        slot = jnp.minimum(begin, slots - size)
+        order = _slots_of(index.state, row, slot, size)
+        fresh = slot + jnp.arange(size, dtype=jnp.int32) >= begin
+        return row, slot, jnp.where(fresh, order, -1)
+
+    def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Lists each row's slots: entry, slot and order, int32 `[B, S]`, of the first head."""
+        shape = (index.lengths.shape[0], slots)
+        entry, slot = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        return entry, slot, index.state.order[:, 0]
+
+    def rollback(self, index: Index, slots: int, count: jax.Array) -> tuple[Index, Moves]:
+        """Takes back tokens, unless anything was evicted since.
+
+        The attention that other tokens got of those taken back stays counted.
+        """
+        del slots
+        back = index.lengths - count
+        good = (count >= 0) & ((count == 0) | (back >= index.state.mark))
+        left = jnp.where(good, back, index.lengths)
+        gone = index.state.order >= left[:, None, None]
+        return dataclasses.replace(
+            index,
+            lengths=left,
+            refused=index.refused | jnp.logical_not(good),
+            state=_freed(index.state, gone, index.state.mark),
+        ), Moves()
+
+    def evict(self, index: Index, keep: jax.Array) -> Index:
+        """Gives up the tokens of order w where `keep bool[B, W]` is False; later ones stay."""
+        order = index.state.order
+        width = keep.shape[1]
+        asked = jnp.clip(order, 0, max(width - 1, 0))
+        stays = jax.vmap(lambda row, at: row[at])(keep, asked) | (order >= width)
+        gone = (order >= 0) & ~stays
+        any_gone = jnp.any(gone, axis=(1, 2))
+        mark = jnp.where(any_gone, index.lengths, index.state.mark)
+        return dataclasses.replace(index, state=_freed(index.state, gone, mark))
+
+    def tile(self, slots: int, want: int) -> int:
+        """Chooses how many slots a read takes at a time, about `want`."""
+        return min(slots, want)
+
+    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
+        """Makes row i a copy of row `rows[i]`."""
+        return jax.tree.map(lambda x: take_rows(x, rows), index), Moves(take=rows)
+
+    def reset(self, index: Index, rows: jax.Array) -> Index:
+        """Empties the rows where `rows bool[B]` is True."""
+        gone = jnp.broadcast_to(rows[:, None, None], index.state.order.shape)
+        state = _freed(index.state, gone, jnp.where(rows, 0, index.state.mark))
+        return dataclasses.replace(emptied_rows(index, rows), state=state)
+
+    def mask_width(self, index: Index, slots: int) -> int | None:
+        """A mask counts keys by order, of which there is no end."""
+        limit = self.limit(index, slots)
+        return None if limit == UNBOUNDED else limit
+
+
+def _lowest(
+    rank: jax.Array, order: jax.Array, live: jax.Array, allowed: jax.Array, lone: bool
+) -> jax.Array:
+    """Marks the live ones of lowest rank beyond what is allowed: bool `[B, heads, C]`."""
+    number = jnp.sum(live.astype(jnp.int32), axis=2)
+    extra = jnp.maximum(number - allowed, 0)[..., None]
+    if lone:  # no need to sort
+        most = float(jnp.finfo(jnp.float32).max)
+        lowest = jnp.argmin(jnp.where(live, jnp.minimum(rank, most), jnp.inf), axis=2)
+        place = lax.broadcasted_iota(lowest.dtype, rank.shape, 2)
+        return live & (place == lowest[..., None]) & (extra > 0)
+    # The dead stand before all others, and of equal ranks the older token.
+    place = _inverse(jnp.lexsort((order, rank, live), axis=2), rank.shape[2])
+    return live & (place < rank.shape[2] - number[..., None] + extra)
+
+
+def _nth_free(free: jax.Array, number: jax.Array) -> jax.Array:
+    """Finds the slot of the n-th free one, n from 1 on: int32, like `number`."""
+    count = jnp.cumsum(free.astype(jnp.int32), axis=2)
+    find = jax.vmap(jax.vmap(jnp.searchsorted))
+    return find(count, number).astype(jnp.int32)
+
+
+def _inverse(to: jax.Array, size: int) -> jax.Array:
+    """Lists for each of `size` places the last index that points to it, or -1; others drop."""
+    b, k, t = (lax.broadcasted_iota(jnp.int32, to.shape, axis) for axis in range(3))
+    empty = jnp.full((*to.shape[:2], size), -1, jnp.int32)
+    return empty.at[b, k, to].set(t, mode="drop")
+
+
+def _jobs(to: jax.Array, slots: int) -> Jobs:
+    """Makes a window of one slot for each token that stays (slot below `slots`)."""
+    row, head, token = (lax.broadcasted_iota(jnp.int32, to.shape, axis) for axis in range(3))
+    zero = jnp.zeros_like(to)
+    stays = (to < slots).astype(jnp.int32)
+    heads = head if to.shape[1] > 1 else None
+    return Jobs(row, jnp.minimum(to, slots - 1), row, token, zero, stays, 1, heads)
+
+
+def _no_jobs(index: Index) -> Fill:
+    return Fill(jnp.full_like(index.state.order, -1))
+
+
+def _slots_of(state: Any, row: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """Slices the orders of some slots of a row, of the head that the read is at."""
+    corner = (row, state.head, first)
+    return lax.dynamic_slice(state.order, corner, (1, 1, count)).reshape(count)
+
+
+def _freed(state: Kept, gone: jax.Array, mark: jax.Array) -> Kept:
+    weight = None if state.weight is None else jnp.where(gone, 0.0, state.weight)
+    return Kept(jnp.where(gone, -1, state.order), weight, mark)
