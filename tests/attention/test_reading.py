@@ -69,34 +69,21 @@ def test_left_padded_chunks_through_a_cache_equal_one_call(variant: Any, layout:
     modules = pair(variant, window=3)
     want, _ = called(modules, X, Y)
     cache = modules[0].init_cache(B, 8, layout=layout)
-    real = jnp.asarray([[1] * 4, [0, 0, 1, 1]], jnp.int32)
-
-    def chunk(x: jax.Array, done: tuple[int, int]) -> jax.Array:
-        """The next 4 tokens of row 0, and 2 of row 1 behind rubbish."""
-        rubbish = jnp.full((2, D), jnp.nan)
-        return jnp.stack(
-            [x[0, done[0] : done[0] + 4], jnp.concatenate([rubbish, x[1, done[1] :][:2]])]
-        )
-
-    got, cache = called(modules, chunk(X, (0, 0)), chunk(Y, (0, 0)), cache, segment_ids=real)
-    rest, cache = (
-        called(
-            modules,
-            chunk(X, (3, 2)),
-            chunk(Y, (3, 2)),
-            cache.rollback(jnp.asarray([1, 0], jnp.int32)),
-            segment_ids=real,
-        )
-        if isinstance(layout, Paged)
-        else (None, cache)
-    )
-    for part, whole in zip(got, want, strict=True):
-        assert_close(part[0], whole[0, :4])
-        assert_close(part[1, 2:], whole[1, :2])
-    if rest is not None:
-        for part, whole in zip(rest, want, strict=True):
-            assert_close(part[0], whole[0, 3:])
-            assert_close(part[1, 2:], whole[1, 2:4])
+    # Of each chunk of 5 tokens, row 0 holds 3 or 4 and row 1 holds 1 or 5, behind rubbish.
+    done = [0, 0]
+    for counts in ((3, 1), (4, 5)):
+        real = np.arange(5) >= 5 - np.asarray(counts)[:, None]
+        chunks = [np.full((B, 5, D), np.nan, np.float32) for _ in range(2)]
+        for chunk, x in zip(chunks, (X, Y), strict=True):
+            for b, n in enumerate(counts):
+                chunk[b, 5 - n :] = x[b, done[b] : done[b] + n]
+        segments = jnp.asarray(real, jnp.int32)
+        got, cache = called(modules, *map(jnp.asarray, chunks), cache, segment_ids=segments)
+        for part, whole in zip(got, want, strict=True):
+            for b, n in enumerate(counts):
+                assert_close(part[b, 5 - n :], whole[b, done[b] : done[b] + n])
+        done = [a + b for a, b in zip(done, counts, strict=True)]
+    assert cache.lengths.tolist() == done == [7, 6]
 
 
 def test_what_does_not_fit_is_named() -> None:
