@@ -26,6 +26,7 @@ from jaxkv.cache import ModelCache as ModelCache
 from jaxkv.cache import Paged as Paged
 from jaxkv.cache import Raw as Raw
 from jaxkv.cache import Ring as Ring
+from jaxkv.cache import SharedKV as SharedKV
 from jaxkv.cache import SnapKV as SnapKV
 from jaxkv.cache import pyramid_budgets as pyramid_budgets
 from jaxkv.core.numerics import Numerics as Numerics
@@ -43,6 +44,7 @@ from jaxkv.generation import Sampling as Sampling
 from jaxkv.generation import StopReason as StopReason
 from jaxkv.generation import generate as generate
 from jaxkv.models.decoder import Decoder as Decoder
+from jaxkv.models.sharing import Reads as Reads
 from jaxkv.ops.api import attention as dot_product_attention  # noqa: F401
 from jaxkv.ops.api import explain as explain
 from jaxkv.ops.merge import merge as merge

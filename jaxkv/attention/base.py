@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxkv.cache.codecs import Codec, Raw
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Layout, Plan
 from jaxkv.cache.layer_cache import LayerCache, Scoring, create_layer
+from jaxkv.cache.shared import SharedKV
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
@@ -47,13 +48,16 @@ class Call:
 class Attention(nnx.Module):
     """Base of the variants.
 
-    A self-attention variant gives `spec` (the record of a token), `project` (queries, keys and
-    values of new tokens) and, where its parts take several forms, its own `attend` and
-    `attend_cached`.
+    A self-attention variant gives `spec` (the record of a token), `queries` and `record` (those
+    of new tokens) and, where its parts take several forms, its own `attend` and `attend_cached`.
     """
 
     # Whether it attends to a context instead of its own tokens.
     reads_context: ClassVar[bool] = False
+    # The parameters that make records, which a reader of another module's does without.
+    record_parameters: ClassVar[tuple[str, ...]] = ()
+    # Whether it attends to keys and values that another module makes, see `reading`.
+    reads_kv: bool = False
     spec: KVSpec
     in_features: int
     num_heads: int
@@ -70,11 +74,55 @@ class Attention(nnx.Module):
         super().__init_subclass__(**options)
         cls.__signature__ = written_out(cls.__init__)
 
+    def reading(self) -> Self:
+        """Makes this module read the keys and values of another one, and none of its own.
+
+        The parameters that make them go; all others, and their names, stay. Where a cache is
+        expected it is called with what the source's call returned, a `SharedKV`.
+
+        Returns:
+          The module itself.
+
+        Raises:
+          ValueError: If it attends to a context.
+
+        >>> from jaxkv import GroupedQueryAttention, SharedKV
+        >>> source = GroupedQueryAttention(64, 8, rngs=nnx.Rngs(0))
+        >>> reader = GroupedQueryAttention(64, 8, rngs=nnx.Rngs(1)).reading()
+        >>> x, cache = jnp.ones((1, 3, 64)), source.init_cache(batch=1, capacity=16)
+        >>> y, shared = source(x, cache=SharedKV(cache))  # without a cache: SharedKV()
+        >>> z, shared = reader(y, cache=shared)
+        >>> cache = shared.close()  # once all have read
+        >>> cache.lengths.tolist(), cache.bytes_per_token
+        ([3], 128)
+        """
+        if self.reads_context or not self.record_parameters:
+            raise ValueError(f"{type(self).__name__} cannot read another module's keys and values.")
+        for name in self.record_parameters:
+            setattr(self, name, None)
+        self.reads_kv = True
+        return self
+
+    def queries(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Projects `x [B, T, D]` to queries, rotated at `positions`."""
+        raise NotImplementedError
+
+    def record(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Projects `x [B, T, D]` to keys, rotated at `positions`, and values."""
+        raise NotImplementedError
+
     def project(
         self, x: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Projects `x [B, T, D]` to query, key and value, rotated at `positions`."""
-        raise NotImplementedError
+        return self.queries(x, positions), *self.record(x, positions)
+
+    def rotated(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Rotates `[B, T, heads, width]`, if this module has a rotation."""
+        if self.rotary is None:
+            return x
+        with jax.named_scope("rotate"):
+            return self.rotary.rotate(x, positions)
 
     @property
     def scale(self) -> float:
@@ -87,7 +135,7 @@ class Attention(nnx.Module):
         self,
         x: jax.Array,
         *,
-        cache: LayerCache | None = None,
+        cache: LayerCache | SharedKV | None = None,
         context: jax.Array | None = None,
         context_lengths: jax.Array | None = None,
         positions: jax.Array | None = None,
@@ -97,12 +145,14 @@ class Attention(nnx.Module):
         bias: jax.Array | None = None,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, Any]:
         """Attends: training without a cache; prefill, append and decode with one.
 
         Args:
           x: `[B, T, D]`.
-          cache: Of this module, from `init_cache`; the tokens continue its rows. Donate it.
+          cache: Of this module, from `init_cache`; the tokens continue its rows. Donate it. To
+            share keys and values, a `SharedKV` (see `reading`); which tokens are real is then for
+            the source's call to say if there is a cache, and for every call if there is none.
           context: Only cross-attention takes one.
           context_lengths: Only cross-attention takes them.
           positions: int32 `[B|1, T]` for the rotation, in tokens; default: from the first real
@@ -117,7 +167,8 @@ class Attention(nnx.Module):
           rngs: Gives a `dropout` key when dropout is on; never stored.
 
         Returns:
-          `(y [B, T, out_features], cache)`; the cache is `None` if none was given.
+          `(y [B, T, out_features], cache)`; the cache is `None` if none was given, a `SharedKV`
+          if one was.
 
         Raises:
           ValueError: At trace time, if anything does not fit; outside `jit` also if tokens do
@@ -131,22 +182,29 @@ class Attention(nnx.Module):
         check_token_arguments(B, T, positions, segment_ids, lengths)
         if positions is not None and self.rotary is None:
             raise ValueError("positions are for the rotation: build with rotary=Rotary().")
-        key = self._dropout_key(deterministic, rngs, cached=cache is not None)
+        shared, stored = self._given(cache, x)
+        key = self._dropout_key(deterministic, rngs, cached=stored is not None)
         x = self.numerics.compute(x)
-        if cache is None:
+        if stored is None:
             tokens = uncached_tokens(B, T, positions, segment_ids, lengths)
-            query, k, v = self.project(emptied(x, tokens), tokens.positions)
+            query, k, v = self._projected(emptied(x, tokens), tokens.positions, shared)
             out = self.attend(query, k, v, Call(tokens, mask, bias, key))
-            return self._output(out), None
-        self.check_cache(cache, B)
-        opened, plan = self._opened(cache, T, lengths, segment_ids)
+            return self._output(out), None if shared is None else SharedKV(None, k, v)
+        self.check_cache(stored, B)
+        opened, plan = self._opened(stored, T, lengths, segment_ids)
         tokens = cached_tokens(plan, T, positions)
         with jax.named_scope("project"):
-            query, k, v = self.project(emptied(compacted(x, plan), tokens), tokens.positions)
+            x = emptied(compacted(x, plan), tokens)
+            query, k, v = self._projected(x, tokens.positions, shared)
         rows = (compacted_rows(mask, plan), compacted_rows(bias, plan))
-        out, written = self.attend_cached(query, k, v, Call(tokens, *rows, None), opened)
+        out, settled = self.attend_cached(query, k, v, Call(tokens, *rows, None), opened)
+        # A source decides for its readers what stays.
+        waiting = (opened if self.reads_kv else settled).after(out)
         y = restored(self._output(out), plan)
-        return y, written if cache.plan is not None else written.close()
+        if shared is not None:
+            return y, SharedKV(waiting, k, v)
+        written = waiting.write(*waiting.replicated(k, v))
+        return y, written if stored.plan is not None else written.close()
 
     def attend(
         self, query: jax.Array, key: jax.Array, value: jax.Array | None, call: Call
@@ -194,8 +252,8 @@ class Attention(nnx.Module):
         call: Call,
         cache: LayerCache,
     ) -> tuple[jax.Array, LayerCache]:
-        """Attends to an open cache and the new tokens, and stores these: `[B, T, N, V]`."""
-        out, _, cache = cache.extend(
+        """Attends to an open cache and the new tokens: `[B, T, N, V]`, and what they settle."""
+        out, _, cache = cache.attend_both(
             query,
             key,
             value,
@@ -238,6 +296,8 @@ class Attention(nnx.Module):
             layout does not keep what this module looks at.
         """
         check_sizes(capacity=capacity, lanes=lanes)
+        if self.reads_kv:
+            raise ValueError("this module reads another one's keys and values: that has the cache.")
         if self.rotary is not None:
             self.rotary.check_cacheable()
         layout = layout if layout is not None else Contiguous()
@@ -275,9 +335,54 @@ class Attention(nnx.Module):
                 f"this cache belongs to another module: it holds {cache.records.spec}, "
                 f"{type(self).__name__} stores {want}."
             )
+        if self.num_heads % want.kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot read {want.kv_heads} KV heads as stored on "
+                "this mesh."
+            )
         rows = cache.index.lengths.shape
         if rows != (batch,):
             raise ValueError(f"the cache has {rows} rows and x has {batch}: want the same.")
+
+    def _given(
+        self, cache: LayerCache | SharedKV | None, x: jax.Array
+    ) -> tuple[SharedKV | None, LayerCache | None]:
+        """Tells what is shared and what is stored; checks the former for `x [B, T, D]`."""
+        name = type(self).__name__
+        if not isinstance(cache, SharedKV):
+            if self.reads_kv:
+                raise ValueError(
+                    f"this {name} reads another module's keys and values: pass as cache= the "
+                    "SharedKV that the source's call returned."
+                )
+            return None, cache
+        if self.reads_kv != (cache.key is not None):
+            raise ValueError(
+                f"this SharedKV holds no keys and values, which this {name} reads: call their "
+                "source with it first."
+                if self.reads_kv
+                else f"this SharedKV holds the keys and values of another call than this {name}'s, "
+                "which makes its own: close it, and begin a new one."
+            )
+        if cache.key is None:
+            return cache, cache.cache
+        want = (*x.shape[:2], self.spec.kv_heads, self.spec.query_width)
+        apart = self.spec.value_offset is None
+        value = (*want[:3], self.spec.value_width) if apart else None
+        got = None if cache.value is None else cache.value.shape
+        if (cache.key.shape, got) != (want, value):
+            raise ValueError(
+                f"shared keys {cache.key.shape} and values {got}: {name} reads {want} and {value}."
+            )
+        return cache, cache.cache
+
+    def _projected(
+        self, x: jax.Array, positions: jax.Array, shared: SharedKV | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Projects new tokens; a reader's keys and values are there already."""
+        if shared is None or shared.key is None:
+            return self.project(x, positions)
+        return self.queries(x, positions), shared.key, shared.value
 
     def _opened(
         self,
@@ -287,9 +392,11 @@ class Attention(nnx.Module):
         segment_ids: jax.Array | None,
     ) -> tuple[LayerCache, Plan]:
         """Plans the step; a model that has opened it has also compacted its tokens."""
-        if cache.plan is not None:
-            return cache, dataclasses.replace(cache.plan, order=None)
-        plan = cache.planned(length, lengths, segment_ids)
+        if cache.plan is None:
+            plan = cache.planned(length, lengths, segment_ids)
+        else:  # a source has compacted its own tokens only
+            order = cache.plan.order if self.reads_kv else None
+            plan = dataclasses.replace(cache.plan, order=order)
         return dataclasses.replace(cache, plan=plan), plan
 
     def _output(self, out: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxkv.attention.heads import HeadAttention
 from jaxkv.attention.options import HeadOptions
 from jaxkv.attention.tokens import uncached_tokens
 from jaxkv.cache.layer_cache import LayerCache
+from jaxkv.cache.shared import SharedKV
 from jaxkv.core.positions import orders
 from jaxkv.core.trees import check_arrays, check_sizes, is_known
 from jaxkv.ops.api import attention, check_lengths
@@ -80,7 +81,7 @@ class CrossAttention(HeadAttention):
         self,
         x: jax.Array,
         *,
-        cache: LayerCache | None = None,
+        cache: LayerCache | SharedKV | None = None,
         context: jax.Array | None = None,
         context_lengths: jax.Array | None = None,
         positions: jax.Array | None = None,
@@ -90,7 +91,7 @@ class CrossAttention(HeadAttention):
         bias: jax.Array | None = None,
         deterministic: bool = True,
         rngs: nnx.Rngs | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, Any]:
         """Attends to a context, or to the one that a cache holds.
 
         Args:
@@ -129,6 +130,8 @@ class CrossAttention(HeadAttention):
         key = self._dropout_key(deterministic, rngs, cached=cache is not None)
         tokens = uncached_tokens(B, T, None, segment_ids, lengths)
         call = Call(tokens, mask, bias, key)
+        if isinstance(cache, SharedKV):
+            raise ValueError("cross-attention keeps a context: it shares no keys and values.")
         if cache is not None:
             self.check_cache(cache, B)
             if cache.plan is not None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 from flax import nnx
@@ -31,6 +31,8 @@ class HeadAttention(Attention):
     Raises:
       ValueError: If sizes do not fit.
     """
+
+    record_parameters: ClassVar[tuple[str, ...]] = ("key", "value", "key_norm")
 
     def __init__(
         self,
@@ -101,16 +103,14 @@ class HeadAttention(Attention):
         )
         self.sink_logits = sink_parameter(self.score, N, self.numerics, rngs)
 
-    def project(
-        self, x: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Projects `x [B, T, D]` to query `[B,T,N,H]`, key `[B,T,K,H]`, value `[B,T,K,V]`."""
-        query, key, value = self.project_query(x), *self.project_record(x)
-        if self.rotary is not None:
-            with jax.named_scope("rotate"):
-                query = self.rotary.rotate(query, positions)
-                key = self.rotary.rotate(key, positions)
-        return query, key, value
+    def queries(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Projects `x [B, T, D]` to queries `[B, T, N, H]`, rotated."""
+        return self.rotated(self.project_query(x), positions)
+
+    def record(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Projects `x [B, T, D]` to keys `[B, T, K, H]`, rotated, and values `[B, T, K, V]`."""
+        key, value = self.project_record(x)
+        return self.rotated(key, positions), value
 
     def project_query(self, x: jax.Array) -> jax.Array:
         """Projects `x [B, T, D]` to queries `[B, T, N, H]`, not rotated."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,8 @@ class MultiHeadLatentAttention(Attention):
     >>> attn.init_cache(batch=1, capacity=16).bytes_per_token  # (4 x 8 + 4) x 4 bytes
     144
     """
+
+    record_parameters: ClassVar[tuple[str, ...]] = ("latent_down", "latent_norm")
 
     def __init__(
         self,
@@ -161,23 +163,21 @@ class MultiHeadLatentAttention(Attention):
         mscale = self.rotary.score_mscale() if self.rotary is not None else 1.0
         return (self.head_dim + R) ** -0.5 * mscale
 
-    def project(
-        self, x: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Projects `x [B, T, D]` to query `[B, T, N, H + R]` and record `[B, T, 1, C + R]`."""
-        C, H = self.spec.value_width, self.head_dim
+    def queries(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Projects `x [B, T, D]` to queries `[B, T, N, H + R]`, of which R are rotated."""
+        H = self.head_dim
         if self.latent.query_latent_dim is None:
             query = self.query(x)
         else:
             query = self.query_up(self.query_latent_norm(self.query_down(x)))
-        down = self.latent_down(x)
+        turned = self.rotated(query[..., H:], positions)
+        return jnp.concatenate([query[..., :H], turned], axis=-1)
+
+    def record(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
+        """Projects `x [B, T, D]` to records `[B, T, 1, C + R]`, which hold the values."""
+        C, down = self.spec.value_width, self.latent_down(x)
         latent, shared = self.latent_norm(down[..., :C])[:, :, None], down[:, :, None, C:]
-        if self.rotary is not None:
-            with jax.named_scope("rotate"):
-                turned = self.rotary.rotate(query[..., H:], positions)
-                query = jnp.concatenate([query[..., :H], turned], axis=-1)
-                shared = self.rotary.rotate(shared, positions)
-        return query, jnp.concatenate([latent, shared], axis=-1), None
+        return jnp.concatenate([latent, self.rotated(shared, positions)], axis=-1), None
 
     def form(self, length: int, cached: bool) -> Form:
         """Chooses how T = `length` new tokens are attended.
@@ -211,7 +211,7 @@ class MultiHeadLatentAttention(Attention):
         call: Call,
         cache: LayerCache,
     ) -> tuple[jax.Array, LayerCache]:
-        """Attends to an open cache and the new tokens, and stores these: `[B, T, N, V]`."""
+        """Attends to an open cache and the new tokens: `[B, T, N, V]`."""
         T, weights = query.shape[1], self._weights(query)
         if self.form(T, cached=True) == "absorbed":
             moved = absorb(weights, query)
@@ -242,8 +242,8 @@ class MultiHeadLatentAttention(Attention):
             query, k, v, scoring, mask=mask, bias=bias, implementation=self.numerics.implementation
         )
         out, lse = cache.joined([old, new], self._sinks())
-        cache = cache.settled(query, k, lse, scoring, view=view, weights=weights)
-        return out.astype(query.dtype), cache.after(out).write(key, None)
+        settled = cache.settled(query, k, lse, scoring, view=view, weights=weights)
+        return out.astype(query.dtype), settled
 
     def _weights(self, like: jax.Array) -> LatentWeights:
         key_up, value_up = self.key_up[...], self.value_up[...]

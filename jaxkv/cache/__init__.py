@@ -31,4 +31,5 @@ from jaxkv.cache.records import create_records as create_records
 from jaxkv.cache.records import physical_bytes as physical_bytes
 from jaxkv.cache.records import tree_bytes as tree_bytes
 from jaxkv.cache.ring import Ring as Ring
+from jaxkv.cache.shared import SharedKV as SharedKV
 from jaxkv.cache.spec import KVSpec as KVSpec

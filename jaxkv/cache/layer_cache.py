@@ -186,22 +186,49 @@ class LayerCache(Verbs):
         Returns:
           `(out float32[B, T, N, V], lse float32[B, T, N], cache)`; padding gives 0 and -inf.
         """
+        cache = self.open(query.shape[1])
+        out, lse, cache = cache.attend_both(
+            query,
+            key,
+            value,
+            scoring,
+            mask=mask,
+            bias=bias,
+            sink_logits=sink_logits,
+            implementation=implementation,
+        )
+        written = cache.after(out).write(*cache.replicated(key, value))
+        return out, lse, written if self.plan is not None else written.close()
+
+    def attend_both(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array | None,
+        scoring: Scoring,
+        *,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        sink_logits: jax.Array | None = None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, jax.Array, LayerCache]:
+        """Attends to stored and new tokens as `extend` does, in an open step, and stores none.
+
+        Returns:
+          What `extend` returns; in the cache, what will be stored is settled.
+        """
         B, T, N, _ = query.shape
-        cache = self.open(T)
-        query = cache.emptied(query)
-        key, value = cache.replicated(key, value)
+        query = self.emptied(query)
         # What is stored is encoded once, from what was given: rounding twice moves it again.
-        seen = cache.seen_through_codec(key, value)
-        mask, bias = cache.checked(mask, bias, (B, N, T))
-        q_order, _ = cache.new_orders(T)
-        old = cache.attend(query, scoring, q_order=q_order, mask=mask, bias=bias)
-        new = cache.attend_new(
+        seen = self.seen_through_codec(*self.replicated(key, value))
+        mask, bias = self.checked(mask, bias, (B, N, T))
+        q_order, _ = self.new_orders(T)
+        old = self.attend(query, scoring, q_order=q_order, mask=mask, bias=bias)
+        new = self.attend_new(
             query, *seen, scoring, mask=mask, bias=bias, implementation=implementation
         )
-        out, lse = cache.joined([old, new], sink_logits)
-        cache = cache.settled(query, seen[0], lse, scoring)
-        written = cache.after(out).write(key, value)
-        return out, lse, written if self.plan is not None else written.close()
+        out, lse = self.joined([old, new], sink_logits)
+        return out, lse, self.settled(query, seen[0], lse, scoring)
 
     def emptied(self, query: jax.Array) -> jax.Array:
         """Zeroes padding in `query [B, T, N, H]`: rubbish there must not reach a gradient."""

@@ -270,6 +270,9 @@ def _notes(
 
 def _storage_notes(geometry: ModelGeometry, storage: Storage) -> Iterator[str]:
     policy, token = storage.policy, storage.token_bytes(geometry)
+    readers = sum(layer.kind == "shared" for layer in geometry.layers)
+    if readers:
+        yield f"{readers} layers read what others keep, which is counted once."
     windows = any(layer.window is not None for layer in geometry.layers)
     if windows and policy.ring:
         yield (

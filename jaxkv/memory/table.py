@@ -60,6 +60,8 @@ def _kind(group: Group) -> str:
 
 def _record(group: Group) -> str:
     spec = group.layer.spec
+    if spec is None and group.layer.source is not None:
+        return f"that of layer {group.layer.source}"
     if spec is None:
         return "nothing" if group.layer.kind == "shared" else "a fixed state"
     shared = f" + {spec.shared_width} shared" if spec.shared_width else ""

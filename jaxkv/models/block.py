@@ -13,6 +13,7 @@ from flax import nnx
 from jaxkv.attention.base import Attention
 from jaxkv.attention.norm import RMSNorm
 from jaxkv.cache.layer_cache import LayerCache
+from jaxkv.cache.shared import SharedKV
 from jaxkv.core.numerics import Numerics
 from jaxkv.models.mlp import MLP
 from jaxkv.models.norm import LayerNorm
@@ -49,9 +50,9 @@ class Block(nnx.Module):
         positions: jax.Array,
         tokens: dict[str, Any],
         context: dict[str, Any],
-        cache: LayerCache | None = None,
+        cache: LayerCache | SharedKV | None = None,
         dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, Any]:
         """Transforms `[B, T, D]`; dropout is on iff there is a key.
 
         `tokens` and `context` are what self- and cross-attention are told besides.

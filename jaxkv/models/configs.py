@@ -158,19 +158,39 @@ def _gemma2(fields: Fields) -> Layers:
     return _windowed_layers(fields, lambda i: i % 2 == 0, read_rotary(fields))
 
 
-def _gemma3(fields: Fields) -> Layers:
-    """Makes every sixth layer full; full and sliding layers have bases of their own."""
+def _mixed(fields: Fields, every: int) -> Layers:
+    """Makes one layer of `every` full; full and sliding layers have bases of their own."""
     rotary = read_rotary_by_kind(
         fields,
         thetas={"full_attention": 1e6, "sliding_attention": 1e4},
         outer={"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
     )
-    pattern = fields.size("sliding_window_pattern", 6)
     return _windowed_layers(
         fields,
-        lambda i: (i + 1) % pattern != 0,
+        lambda i: (i + 1) % every != 0,
         rotary["full_attention"],
         rotary["sliding_attention"],
+    )
+
+
+def _gemma3(fields: Fields) -> Layers:
+    return _mixed(fields, fields.size("sliding_window_pattern", 6))
+
+
+def _gemma3n(fields: Fields) -> Layers:
+    """Lets the last layers read the last one of their kind that has records of its own."""
+    layers, shared = _mixed(fields, 5), fields.count("num_kv_shared_layers")
+    first = len(layers) - shared
+    sources = {layer: number for number, layer in enumerate(layers[: max(first, 0)])}
+    for number, layer in enumerate(layers[max(first, 0) :], max(first, 0)):
+        if layer not in sources:
+            raise ValueError(
+                f"{fields.family} config: num_kv_shared_layers = {shared}, but no layer before "
+                f"{number} has records of its kind ({layer.kind}) that it could read."
+            )
+    return layers[:first] + tuple(
+        LayerSpec("shared", layer.num_heads, rotary=layer.rotary, source=sources[layer])
+        for layer in layers[first:]
     )
 
 
@@ -224,6 +244,30 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 256,
             "max_position_embeddings": 131_072,
             "sliding_window": 4096,
+        },
+    ),
+    "gemma3n_text": Family(
+        _gemma3n,
+        parameters.gemma3n,
+        f"""{_WINDOWED} rope_local_base_freq num_kv_shared_layers vocab_size_per_layer_input
+        hidden_size_per_layer_input altup_num_inputs laurel_rank""",
+        """activation_sparsity_pattern altup_active_idx altup_coef_clip altup_correct_scale
+        altup_lr_multiplier final_logit_softcapping hidden_activation query_pre_attn_scalar""",
+        defaults={
+            "vocab_size": 262_400,
+            "hidden_size": 2048,
+            "intermediate_size": 16_384,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 512,
+            "num_kv_shared_layers": 15,
+            "vocab_size_per_layer_input": 262_144,
+            "hidden_size_per_layer_input": 256,
+            "altup_num_inputs": 4,
+            "laurel_rank": 64,
         },
     ),
     "gpt2": Family(
@@ -298,7 +342,14 @@ WRAPPERS = {
         "gemma3_text",
         """boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id
         image_token_index mm_tokens_per_image tie_word_embeddings vision_config""",
-    )
+    ),
+    "gemma3n": Wrapper(
+        "text_config",
+        "gemma3n_text",
+        """audio_config audio_soft_tokens_per_image audio_token_id boa_token_id boi_token_id
+        eoa_token_id eoi_token_id image_token_id tie_word_embeddings vision_config
+        vision_soft_tokens_per_image""",
+    ),
 }
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxkv.attention.base import Attention
 from jaxkv.attention.heads import check_rate
 from jaxkv.attention.options import written_out
 from jaxkv.attention.projection import Projection, parameter
@@ -28,13 +27,20 @@ from jaxkv.cache.codecs import Codec
 from jaxkv.cache.index import Layout
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache, gather_layers
+from jaxkv.cache.shared import SharedKV
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.sharding import out_sharding
 from jaxkv.core.trees import check_arrays, check_sizes, is_known
 from jaxkv.models.block import Block, Norm, dropped, norm_maker
 from jaxkv.models.mlp import MLP
-
-AttentionFactory = Callable[..., Attention]
+from jaxkv.models.sharing import (
+    AttentionFactory,
+    Reads,
+    check_choices,
+    check_readers,
+    make_attention,
+    sources_of,
+)
 
 
 class Decoder(nnx.Module):
@@ -45,7 +51,8 @@ class Decoder(nnx.Module):
       features: D.
       num_layers: L.
       attention: A factory `(in_features, *, rngs) -> module`, usually
-        `functools.partial(GroupedQueryAttention, num_heads=8)`; or one for each layer. Layers of
+        `functools.partial(GroupedQueryAttention, num_heads=8)`; or one for each layer, where
+        `Reads(3)` is a layer that reads the keys and values of layer 3. Layers of
         `CrossAttention` read the call's `context` (an image's or an encoder's features).
       mlp_features: Inner width of the MLP, default 4 D.
       activation: "silu", "gelu", "gelu_tanh" or "relu".
@@ -77,7 +84,7 @@ class Decoder(nnx.Module):
         vocab: int,
         features: int,
         num_layers: int,
-        attention: AttentionFactory | Sequence[AttentionFactory],
+        attention: AttentionFactory | Sequence[AttentionFactory | Reads],
         *,
         mlp_features: int | None = None,
         activation: str = "silu",
@@ -120,7 +127,10 @@ class Decoder(nnx.Module):
                 f"attention is a {type(attention).__name__}: want a factory, such as "
                 "functools.partial(GroupedQueryAttention, num_heads=8), or one for each layer."
             )
-        for factory in _per_layer(attention, num_layers, "attention factories"):
+        layers = _per_layer(attention, num_layers, "attention factories")
+        # The layer that each one reads, None where it has keys and values of its own.
+        self.sources = sources_of(layers)
+        for number in range(num_layers):
             mlp = MLP(
                 features,
                 mlp_features or 4 * features,
@@ -130,7 +140,9 @@ class Decoder(nnx.Module):
                 numerics=numerics,
                 rngs=rngs,
             )
-            blocks.append(Block(factory(features, rngs=rngs), mlp, make_norm, dropout_rate))
+            module = make_attention(layers, number, features, rngs)
+            blocks.append(Block(module, mlp, make_norm, dropout_rate))
+        check_readers([block.attention for block in blocks], self.sources)
         self.blocks = nnx.List(blocks)
         self.norm = make_norm()
         self.head = (
@@ -214,10 +226,7 @@ class Decoder(nnx.Module):
             told = {"segment_ids": placed.segments}
             given |= told
             x = self._embed(tokens, placed, key)
-            for i, block in enumerate(self.blocks):
-                x, _ = self._run(
-                    block, x, placed.positions, told, given, None, self._layer_key(key, i)
-                )
+            x, _ = self._through(x, placed.positions, told, given, None, key)
             return self.norm(x), None
         self._check_cache(cache, B)
         opened = cache.open(T, lengths, segment_ids)
@@ -226,10 +235,7 @@ class Decoder(nnx.Module):
         placed = cached_tokens(plan, T, positions)
         x = self._embed(compacted(tokens, plan), placed, None)
         given["lengths"] = plan.count
-        layers = []
-        for i, block in enumerate(self.blocks):
-            x, layer = self._run(block, x, placed.positions, {}, given, opened.layer(i), None)
-            layers.append(layer)
+        x, layers = self._through(x, placed.positions, {}, given, opened, None)
         return restored(self.norm(x), plan), opened.close(layers)
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -262,8 +268,9 @@ class Decoder(nnx.Module):
           batch: B, rows.
           capacity: Slots of each row, in tokens.
           context_capacity: The same for the context, if there are layers of cross-attention.
-          layout: Where tokens go, one or one for each layer; default contiguous.
-          codec: How records are stored, one or one for each layer; default the compute dtype.
+          layout: Where tokens go, one or one for each layer; default contiguous. A layer that
+            reads another one's keys and values keeps none: `None`, or the same as that layer's.
+          codec: How records are stored, likewise; default the compute dtype.
           lanes: Minor widths are padded to a multiple of this; default 128 on TPU, else 1.
 
         Returns:
@@ -286,21 +293,50 @@ class Decoder(nnx.Module):
             raise ValueError(
                 f"context_capacity={context_capacity}: no layer of this model is a CrossAttention."
             )
-        number = len(self.blocks)
-        layouts = _per_layer(layout, number, "layouts")
-        codecs = _per_layer(codec, number, "codecs")
+        modules = [block.attention for block in self.blocks]
+        layouts = _per_layer(layout, len(modules), "layouts")
+        codecs = _per_layer(codec, len(modules), "codecs")
+        check_choices(layouts, modules, self.sources, "layout")
+        check_choices(codecs, modules, self.sources, "codec")
         return gather_layers(
             [
-                block.attention.init_cache(
+                modules[i].init_cache(
                     batch,
-                    context_capacity or capacity if block.attention.reads_context else capacity,
-                    layout=lay,
-                    codec=cod,
+                    context_capacity or capacity if modules[i].reads_context else capacity,
+                    layout=layouts[i],
+                    codec=codecs[i],
                     lanes=lanes,
                 )
-                for block, lay, cod in zip(self.blocks, layouts, codecs, strict=True)
+                for i in self._keepers()
             ]
         )
+
+    def _keepers(self) -> list[int]:
+        """Lists the layers that keep records: all but those that read another one's."""
+        return [i for i, source in enumerate(self.sources) if source is None]
+
+    def _through(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        tokens: dict[str, Any],
+        context: dict[str, Any],
+        cache: ModelCache | None,
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Runs every block, and gives back the caches of those that keep records."""
+        held: dict[int, Any] = {}
+        for number, i in enumerate(self._keepers()):
+            layer = None if cache is None else cache.layer(number)
+            held[i] = SharedKV(layer) if i in self.sources else layer
+        for i, block in enumerate(self.blocks):
+            source = self.sources[i]
+            at = i if source is None else source
+            x, held[at] = self._run(
+                block, x, positions, tokens, context, held[at], self._layer_key(key, i)
+            )
+        # A write may overwrite what a reader still sees, so it comes after the last one.
+        return x, [h.close() if isinstance(h, SharedKV) else h for h in held.values()]
 
     def _run(
         self,
@@ -309,7 +345,7 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         tokens: dict[str, Any],
         context: dict[str, Any],
-        cache: LayerCache | None,
+        cache: LayerCache | SharedKV | None,
         dropout_key: jax.Array | None,
     ) -> Any:
         def run(block: Block, x: jax.Array, *given: Any) -> Any:
@@ -399,13 +435,14 @@ class Decoder(nnx.Module):
         if not isinstance(cache, ModelCache):
             raise ValueError(f"cache is a {type(cache).__name__}: want a ModelCache of init_cache.")
         cache.check_alive()
-        if len(cache.layers) != len(self.blocks):
+        keepers = self._keepers()
+        if len(cache.layers) != len(keepers):
             raise ValueError(
                 f"this cache belongs to another model: {len(cache.layers)} layers, want "
-                f"{len(self.blocks)}."
+                f"{len(keepers)}."
             )
-        for number, block in enumerate(self.blocks):
-            block.attention.check_cache(cache.layer(number), batch)
+        for number, i in enumerate(keepers):
+            self.blocks[i].attention.check_cache(cache.layer(number), batch)
 
 
 # Its metaclass would show `(*args, **kwargs)`.

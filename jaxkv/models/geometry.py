@@ -28,6 +28,7 @@ class LayerSpec:
         that is `spec` with N KV heads.
       rotary: How positions turn queries and keys, `None` without rotary embeddings.
       state_bytes: Bytes of a fixed state per row; only for `"state"`.
+      source: Number of the layer whose cache a `"shared"` layer reads, `None` where not known.
 
     Raises:
       ValueError: If the kind does not go with the other fields, or N is not a multiple of K.
@@ -43,6 +44,7 @@ class LayerSpec:
     expanded: KVSpec | None = None
     rotary: Rotary | None = None
     state_bytes: int = 0
+    source: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in (*STORING, "state", "shared"):
@@ -59,6 +61,8 @@ class LayerSpec:
             raise ValueError(f"window {self.window}: want at least 1 token.")
         if self.state_bytes < 0 or (self.state_bytes and self.kind != "state"):
             raise ValueError(f"a {self.kind} layer with state_bytes {self.state_bytes}.")
+        if self.source is not None and self.kind != "shared":
+            raise ValueError(f"a {self.kind} layer with source {self.source}.")
         if self.spec is not None and self.num_heads % self.spec.kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads are no multiple of {self.spec.kv_heads} KV heads."
@@ -85,7 +89,8 @@ class ModelGeometry:
       parameters: Parameters of the whole model, experts included; `None` if not known.
 
     Raises:
-      ValueError: If there is no layer or a size is below 1.
+      ValueError: If there is no layer, a size is below 1, or a layer reads one that does not come
+        before it or keeps nothing.
     """
 
     name: str
@@ -103,6 +108,15 @@ class ModelGeometry:
                 f"{self.name}: vocab {self.vocab}, features {self.features} and max_context "
                 f"{self.max_context} are at least 1."
             )
+        for number, layer in enumerate(self.layers):
+            source = layer.source
+            if source is None:
+                continue
+            if not 0 <= source < number or self.layers[source].spec is None:
+                raise ValueError(
+                    f"{self.name}: layer {number} reads layer {source}: want an earlier one that "
+                    "keeps tokens."
+                )
 
     def per_head(self) -> ModelGeometry:
         """Gives every query head a KV head of its own (the multi-head form of each layer)."""

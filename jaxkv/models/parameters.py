@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxkv.models.config_fields import Fields
 from jaxkv.models.geometry import LayerSpec
 
@@ -42,6 +44,27 @@ def dense(
     block = mlp + norms * width
     attention = sum(_attention(fields, layer, head_norms, query_bias) for layer in layers)
     return attention + len(layers) * block + width + _tables(fields, tied)
+
+
+def gemma3n(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
+    """Counts the extra streams (AltUp), low-rank branches (LAuReL) and per-layer embeddings too.
+
+    Layers that read another one's records have no projections and no norm that make them.
+    """
+    width, rank = fields.size("hidden_size"), fields.size("laurel_rank")
+    streams, narrow = fields.size("altup_num_inputs"), fields.size("hidden_size_per_layer_input")
+    inner = fields.get("intermediate_size")  # one for all layers, or one for each
+    mlps = 3 * width * (sum(inner) if isinstance(inner, Sequence) else inner * len(layers))
+    mixing = streams**2 + streams**3 + streams * width
+    # Norms around attention and MLP, of the branches, the streams and the embedding; one scale.
+    block = 8 * width + mixing + 2 * width * (rank + narrow)
+    attention = sum(
+        _attention(fields, layer, 2, read=None if layer.source is None else layers[layer.source])
+        for layer in layers
+    )
+    per_layer = len(layers) * narrow * (fields.size("vocab_size_per_layer_input") + width) + narrow
+    outer = 2 * (streams - 1) * width**2 + width + _tables(fields, tied=True)
+    return attention + mlps + len(layers) * block + per_layer + outer
 
 
 def mixtral(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
@@ -114,13 +137,20 @@ def _latent_attention(fields: Fields, heads: int) -> int:
 
 
 def _attention(
-    fields: Fields, layer: LayerSpec, head_norms: int = 0, query_bias: bool = False
+    fields: Fields,
+    layer: LayerSpec,
+    head_norms: int = 0,
+    query_bias: bool = False,
+    read: LayerSpec | None = None,
 ) -> int:
-    width, record = fields.size("hidden_size"), layer.spec
+    """Counts one layer; one that reads the records of layer `read` makes none."""
+    width, record = fields.size("hidden_size"), (read or layer).spec
     if record is None:
         raise ValueError(f"{fields.family}: the weights of a {layer.kind} layer are not known.")
     query = layer.num_heads * record.key_width
     stored = record.kv_heads * (record.key_width + record.value_width)
+    if read is not None:
+        stored, head_norms = 0, head_norms // 2  # the queries' norm only
     out = layer.num_heads * record.value_width
     weights = width * (query + stored + out) + head_norms * record.key_width
     full_bias = fields.flag("attention_bias")

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode and prefill of whole models, compiled for TPU chips."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxkv.core.numerics import Numerics
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.sharing import Reads
 from jaxkv.testing.aot import compile_for_tpu, tpu_mesh
 from jaxkv.testing.flow import whole_moves
 from tests.aot.programs import (
@@ -29,9 +33,10 @@ STEPS = [
 ]
 
 
-def compile_step(variant: str, chip: str, length: int) -> tuple[Any, Any]:
+def compile_step(model: str | Decoder, chip: str, length: int) -> tuple[Any, Any]:
     """Compiles one step of `length` tokens a row with a donated cache."""
-    model = decoder(variant, param_dtype=jnp.bfloat16)
+    if isinstance(model, str):
+        model = decoder(model, param_dtype=jnp.bfloat16)
     graphdef, state = nnx.split(model)
     cache = empty_cache(model)
 
@@ -53,6 +58,17 @@ def test_decode_step_is_in_place(variant: str, chip: str) -> None:
     compiled, cache = compile_step(variant, chip, 1)
     check_in_place(compiled, cache)
     check_temporary_bytes(compiled, "decode", variant, chip)
+
+
+def test_what_later_layers_read_is_written_in_place() -> None:
+    numerics = Numerics(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    layers = [functools.partial(VARIANTS["gqa"][1], numerics=numerics), Reads(0), Reads(0)]
+    model = nnx.eval_shape(
+        lambda: Decoder(1024, 512, 3, layers, numerics=numerics, rngs=nnx.Rngs(0))
+    )
+    compiled, cache = compile_step(model, "v5e", 1)
+    assert len(cache.layers) == 1
+    check_in_place(compiled, cache)
 
 
 @pytest.mark.full

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner against caches that are really allocated, for every layout and codec."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+from jaxkv.attention import GroupedQueryAttention
 from jaxkv.cache.codecs import Codec, Raw
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Layout
@@ -18,7 +22,9 @@ from jaxkv.memory.chips import CHIPS
 from jaxkv.memory.counting import Storage
 from jaxkv.memory.planner import plan
 from jaxkv.memory.policy import SlotPolicy
+from jaxkv.models.decoder import Decoder
 from jaxkv.models.geometry import LayerSpec, ModelGeometry
+from jaxkv.models.sharing import Reads
 
 
 def geometry(*layers: LayerSpec) -> ModelGeometry:
@@ -158,6 +164,24 @@ def test_what_fits_is_as_large_as_memory_allows(policy: str) -> None:
     assert rows is not None and taken(rows, 40) <= budget < taken(rows + 1, 40)
     assert tokens is not None and taken(1, tokens) <= budget < taken(1, tokens + 1)
     assert rows >= 6 and tokens > 40
+
+
+def test_planned_bytes_are_those_of_a_model_whose_last_layers_read_others() -> None:
+    full = functools.partial(GroupedQueryAttention, num_heads=4, head_dim=8)
+    local, spec = functools.partial(full, window=5), KVSpec(2, 8, 8)
+    layers = [local, local, full, Reads(1), Reads(2), Reads(1)]
+    built = nnx.eval_shape(lambda: Decoder(11, 12, 6, layers, rngs=nnx.Rngs(0)))
+    layouts = [Ring(5), Ring(5), None, None, None, None]
+    cache = built.init_cache(3, 13, layout=layouts, codec=Int8())
+    model = geometry(
+        *(LayerSpec("window", 4, spec, window=5),) * 2,
+        LayerSpec("full", 4, spec),
+        *(LayerSpec("shared", 4, source=i) for i in (1, 2, 1)),
+    )
+    found = plan(model, context=13, batch=3, dtype="int8")
+    assert found.nbytes == cache.nbytes == live_bytes(cache)
+    assert found.bytes_per_token == cache.bytes_per_token == 3 * 2 * 2 * (8 + 4)
+    assert found.notes[0] == "3 layers read what others keep, which is counted once."
 
 
 def test_pages_by_hand() -> None:

@@ -159,6 +159,25 @@ def gemma3(**change: Any) -> dict[str, Any]:
     return preset("gemma3-1b")["config"] | change
 
 
+def test_gemma3n_reads_the_last_layer_of_each_kind() -> None:
+    # 35 layers, of which every fifth is full; the last 15 read layers 18 and 19.
+    big, small = load_geometry("gemma3n-e4b"), load_geometry("gemma3n-e2b")
+    kept = big.layers[:20]
+    assert [i for i, layer in enumerate(kept) if layer.kind == "full"] == [4, 9, 14, 19]
+    assert {layer.spec for layer in kept} == {KVSpec(2, 256, 256)}
+    assert {layer.window for layer in kept} == {512, None}
+    assert [layer.source for layer in big.layers[20:]] == [18, 18, 18, 18, 19] * 3
+    assert small.layers[:20] == kept and small.layers[20:] == big.layers[20:30]
+    assert big.layers[20].rotary == big.layers[18].rotary != big.layers[19].rotary
+    config = preset("gemma3n-e4b")["config"]
+    wrapped = {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}
+    assert read_config(wrapped | {"audio_config": {}}, name="gemma3n-e4b") == big
+    assert read_config(config | {"num_kv_shared_layers": 0}).layers[:20] == kept
+    for shared in (31, 35, 36):
+        with pytest.raises(ValueError, match=f"num_kv_shared_layers = {shared}, but no layer"):
+            read_config(config | {"num_kv_shared_layers": shared})
+
+
 def test_imp_10_gemma3_pattern_and_explicit_layer_types() -> None:
     by_pattern = read_config(gemma3())
     assert len(by_pattern.layers) == 26 and full_layers(by_pattern) == [5, 11, 17, 23]
@@ -222,8 +241,8 @@ def test_multimodal_wrapper_reads_its_text_part() -> None:
 
 @pytest.mark.parametrize("case", HF)
 def test_unknown_field_is_named(case: str) -> None:
-    with pytest.raises(ValueError, match="unknown field 'num_kv_shared_layers'"):
-        read_config(HF[case]["config"] | {"num_kv_shared_layers": 2})
+    with pytest.raises(ValueError, match="unknown field 'num_global_key_value_heads'"):
+        read_config(HF[case]["config"] | {"num_global_key_value_heads": 2})
 
 
 @pytest.mark.parametrize("field", sorted(IRRELEVANT - {"model_type", "_name_or_path"}))
@@ -343,7 +362,8 @@ def test_preset_has_about_its_published_parameters(name: str) -> None:
 def test_presets_are_there_by_name() -> None:
     wanted = """gpt2-xl gpt3-175b llama2-70b llama3-8b deepseek-v3 llama2-7b llama2-13b llama3-70b
         llama3-405b qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-32b qwen3-30b-a3b
-        qwen3-235b-a22b gemma3-1b gemma3-4b gemma3-12b gemma3-27b gpt-oss-20b gpt-oss-120b
+        qwen3-235b-a22b gemma3-1b gemma3-4b gemma3-12b gemma3-27b gemma3n-e2b gemma3n-e4b
+        gpt-oss-20b gpt-oss-120b
         mixtral-8x7b mixtral-8x22b deepseek-v2 deepseek-v2-lite kimi-k2"""
     assert set(wanted.split()) == set(preset_names())
     assert load_geometry("Llama3-8B") == load_geometry("llama3-8b")
@@ -370,6 +390,7 @@ def test_unknown_preset_names_close_ones() -> None:
         (("full", 4, KVSpec(2, 8, 8), 16), "a full layer with window 16"),
         (("window", 4, KVSpec(2, 8, 8), 0), "want at least 1 token"),
         (("full", 5, KVSpec(2, 8, 8)), "5 query heads are no multiple of 2"),
+        (("full", 4, KVSpec(2, 8, 8), None, None, None, 0, 1), "a full layer with source 1"),
     ],
 )
 def test_layer_kinds_go_with_their_fields(arguments: Any, word: str) -> None:
@@ -379,5 +400,9 @@ def test_layer_kinds_go_with_their_fields(arguments: Any, word: str) -> None:
         LayerSpec("shared", 4, state_bytes=8)
     with pytest.raises(ValueError, match="at least one layer"):
         ModelGeometry("none", 8, 8, (), 8)
+    full, reader = LayerSpec("full", 4, KVSpec(2, 8, 8)), LayerSpec("shared", 4, source=1)
+    for layers in ((full, reader), (full, LayerSpec("shared", 4), reader)):
+        with pytest.raises(ValueError, match="reads layer 1: want an earlier one that keeps"):
+            ModelGeometry("odd", 8, 8, layers, 8)
     with pytest.raises(ValueError, match="vocab 0"):
         ModelGeometry("none", 0, 8, (LayerSpec("shared", 4),), 8)

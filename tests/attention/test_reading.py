@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lone modules that share keys and values through `SharedKV`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxkv.attention import (
+    CrossAttention,
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    MultiQueryAttention,
+)
+from jaxkv.cache import Paged, Ring, SharedKV
+from jaxkv.core.rotary import Rotary
+from jaxkv.testing.tolerances import assert_close
+
+B, T, D = 2, 7, 24
+RNG = np.random.default_rng(0)
+X, Y = (jnp.asarray(RNG.normal(size=(B, T, D)), jnp.float32) for _ in range(2))
+VARIANTS = [
+    MultiHeadAttention,
+    MultiQueryAttention,
+    GroupedQueryAttention,
+    MultiHeadLatentAttention,
+]
+
+
+def pair(variant: Any, **options: Any) -> tuple[Any, Any]:
+    def made(seed: int) -> Any:
+        return variant(D, 4, head_dim=8, rotary=Rotary(), **options, rngs=nnx.Rngs(seed))
+
+    return made(0), made(1).reading()
+
+
+@jax.jit
+def called(pair: tuple[Any, Any], x: Any, y: Any, cache: Any = None, **given: Any) -> Any:
+    """Source and reader, each with an input of its own."""
+    source, reader = pair
+    first, shared = source(x, cache=SharedKV(cache), **given)
+    second, shared = reader(y, cache=shared, **given)
+    return (first, second), shared.close()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_reader_with_the_queries_of_its_source_gives_the_same(variant: Any) -> None:
+    source, reader = pair(variant, window=3)
+    # All that a reader has of its own is what its source has besides its records.
+    own = nnx.state(source, nnx.Param)
+    for name in set(own) - set(nnx.state(reader, nnx.Param)):
+        del own[name]
+    nnx.update(reader, own)
+    (first, second), _ = called((source, reader), X, X)
+    assert_close(second, first, 0)
+    (_, other), _ = called((source, reader), X, Y)
+    assert float(jnp.max(jnp.abs(other - first))) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout"), [(GroupedQueryAttention, Paged(2)), (MultiHeadLatentAttention, Ring(3))]
+)
+def test_left_padded_chunks_through_a_cache_equal_one_call(variant: Any, layout: Any) -> None:
+    modules = pair(variant, window=3)
+    want, _ = called(modules, X, Y)
+    cache = modules[0].init_cache(B, 8, layout=layout)
+    # Of each chunk of 5 tokens, row 0 holds 3 or 4 and row 1 holds 1 or 5, behind rubbish.
+    done = [0, 0]
+    for counts in ((3, 1), (4, 5)):
+        real = np.arange(5) >= 5 - np.asarray(counts)[:, None]
+        chunks = [np.full((B, 5, D), np.nan, np.float32) for _ in range(2)]
+        for chunk, x in zip(chunks, (X, Y), strict=True):
+            for b, n in enumerate(counts):
+                chunk[b, 5 - n :] = x[b, done[b] : done[b] + n]
+        segments = jnp.asarray(real, jnp.int32)
+        got, cache = called(modules, *map(jnp.asarray, chunks), cache, segment_ids=segments)
+        for part, whole in zip(got, want, strict=True):
+            for b, n in enumerate(counts):
+                assert_close(part[b, 5 - n :], whole[b, done[b] : done[b] + n])
+        done = [a + b for a, b in zip(done, counts, strict=True)]
+    assert cache.lengths.tolist() == done == [7, 6]
+
+
+def test_what_does_not_fit_is_named() -> None:
+    source, reader = pair(GroupedQueryAttention)
+    cache = source.init_cache(B, 8)
+    for given in (None, cache):
+        with pytest.raises(ValueError, match="reads another module's keys and values: pass"):
+            reader(X, cache=given)
+    with pytest.raises(ValueError, match="this SharedKV holds no keys and values"):
+        reader(X, cache=SharedKV())
+    with pytest.raises(ValueError, match="no keys and values are shared yet"):
+        SharedKV(cache).close()
+    with pytest.raises(ValueError, match="reads another one's keys and values: that has"):
+        reader.init_cache(B, 8)
+    _, shared = source(X, cache=SharedKV())
+    with pytest.raises(ValueError, match="holds the keys and values of another call"):
+        source(X, cache=shared)
+    with pytest.raises(ValueError, match=r"shared keys \(2, 7, 2, 8\) and values .* reads \(2, 6"):
+        reader(X[:, :6], cache=shared)
+    _, latent = pair(MultiHeadLatentAttention)
+    with pytest.raises(
+        ValueError, match=r"MultiHeadLatentAttention reads \(2, 7, 1, 36\) and None"
+    ):
+        latent(X, cache=shared)
+    cross = CrossAttention(D, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="it shares no keys and values"):
+        cross(X, cache=SharedKV())
+    with pytest.raises(ValueError, match="CrossAttention cannot read"):
+        cross.reading()
