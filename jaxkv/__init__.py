@@ -39,7 +39,10 @@ from jaxkv.core.rotary_scaling import YaRN as YaRN
 from jaxkv.core.sharding import Rules as Rules
 from jaxkv.core.sharding import use_rules as use_rules
 from jaxkv.core.visibility import Visibility as Visibility
+from jaxkv.generation import Beams as Beams
+from jaxkv.generation import DraftModel as DraftModel
 from jaxkv.generation import Generation as Generation
+from jaxkv.generation import PromptLookup as PromptLookup
 from jaxkv.generation import Sampling as Sampling
 from jaxkv.generation import StopReason as StopReason
 from jaxkv.generation import generate as generate

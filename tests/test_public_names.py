@@ -9,9 +9,11 @@ import jaxkv
 
 NAMES = [
     "Attention",
+    "Beams",
     "Contiguous",
     "CrossAttention",
     "Decoder",
+    "DraftModel",
     "DynamicNTK",
     "Evicting",
     "Float8",
@@ -33,6 +35,7 @@ NAMES = [
     "NTK",
     "Numerics",
     "Paged",
+    "PromptLookup",
     "Raw",
     "Reads",
     "Ring",

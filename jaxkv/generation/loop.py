@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +14,9 @@ from flax import nnx
 from jax import lax
 
 from jaxkv.cache.model_cache import ModelCache
-from jaxkv.core.sharding import constrain
 from jaxkv.core.trees import check_sizes
+from jaxkv.generation.decoding import Carry, Decoding, Generation, Given, How, running
+from jaxkv.generation.plain import Plain
 from jaxkv.generation.prompts import (
     bucket,
     check_context,
@@ -25,65 +24,8 @@ from jaxkv.generation.prompts import (
     checked_stops,
     padded_prompts,
 )
-from jaxkv.generation.sampling import Sampling, sample
+from jaxkv.generation.sampling import Sampling
 from jaxkv.models.decoder import Decoder
-
-
-class StopReason(enum.IntEnum):
-    """Why a row stopped."""
-
-    RUNNING = 0
-    STOP_TOKEN = 1
-    LENGTH = 2
-    FULL = 3
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """What `generate` gives back.
-
-    Attributes:
-      tokens: int32 `[B, max_new_tokens]`, new tokens (a stop token included), then 0.
-      counts: int32 `[B]`, how many of them each row has.
-      reasons: int32 `[B]`, a `StopReason` for each row.
-      pending: int32 `[B]`, each row's last token: the cache holds all tokens but this one, so
-        a continuation begins with it.
-      cache: The cache, to continue from.
-    """
-
-    tokens: jax.Array
-    counts: jax.Array
-    reasons: jax.Array
-    pending: jax.Array
-    cache: ModelCache
-
-    def rows(self) -> list[list[int]]:
-        """Lists each row's new tokens."""
-        counts = np.asarray(self.counts)
-        return [row[:n].tolist() for row, n in zip(np.asarray(self.tokens), counts, strict=True)]
-
-    def why(self) -> list[str]:
-        """Names each row's reason: "stop token", "length" or "full"."""
-        return [StopReason(r).name.lower().replace("_", " ") for r in np.asarray(self.reasons)]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Carry:
-    cache: ModelCache
-    tokens: jax.Array
-    counts: jax.Array
-    reasons: jax.Array
-    pending: jax.Array
-    keys: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _How:
-    sampling: Sampling
-    stop_tokens: tuple[int, ...]
-
 
 OnTokens = Callable[[list[list[int]]], None]
 
@@ -95,6 +37,7 @@ def generate(
     max_new_tokens: int,
     lengths: jax.Array | None = None,
     sampling: Sampling | None = None,
+    decoding: Decoding | None = None,
     stop_tokens: Sequence[int] | int = (),
     seed: int = 0,
     cache: ModelCache | None = None,
@@ -111,6 +54,8 @@ def generate(
       max_new_tokens: The most tokens a row gets.
       lengths: int32 `[B]`, real tokens of each row of an array of prompts; default all.
       sampling: How tokens are drawn; default greedy.
+      decoding: `PromptLookup()` or `DraftModel(model)` check several drafted tokens a step, with
+        the same result; `Beams()` searches for the most likely text. Default one token a step.
       stop_tokens: A row ends with the first of these that it draws.
       seed: Of all draws. A row's draws depend on the seed and its row number alone.
       cache: Continues it (it is donated: use the one that comes back); default a fresh one that
@@ -125,16 +70,23 @@ def generate(
       The new tokens, and for each row why it stopped: a stop token, the length, or a full cache.
 
     Raises:
-      ValueError: If prompts are empty, hold unknown tokens or do not fit the cache.
+      ValueError: If prompts are empty, hold unknown tokens or do not fit the cache, or if the way
+        of decoding does not go with the cache, the model or the sampling.
     """
     if stream_every < 1:
         raise ValueError(f"stream_every={stream_every}: want at least 1.")
+    decoding = Plain() if decoding is None else decoding
+    if not isinstance(decoding, Decoding):
+        raise ValueError(f"decoding={decoding!r}: want a Decoding, such as PromptLookup().")
+    if on_tokens is not None and not decoding.streams:
+        raise ValueError(f"on_tokens: no token of {decoding} is final before the end.")
     run = Run(
         model,
         prompts,
         max_new_tokens=max_new_tokens,
         lengths=lengths,
         sampling=sampling,
+        decoding=decoding,
         stop_tokens=stop_tokens,
         seed=seed,
         cache=cache,
@@ -147,8 +99,7 @@ def generate(
     while run.decode(max_new_tokens if on_tokens is None else stream_every):
         if on_tokens is not None:
             shown = _show(run.carry, shown, on_tokens)
-    c = run.carry
-    return Generation(c.tokens, c.counts, c.reasons, c.pending, c.cache)
+    return decoding.finish(model, run.how, run.carry)
 
 
 class Run:
@@ -163,13 +114,14 @@ class Run:
         prompts: Any,
         *,
         max_new_tokens: int,
-        lengths: jax.Array | None = None,
-        sampling: Sampling | None = None,
-        stop_tokens: Sequence[int] | int = (),
-        seed: int = 0,
-        cache: ModelCache | None = None,
-        context: jax.Array | None = None,
-        context_lengths: jax.Array | None = None,
+        lengths: jax.Array | None,
+        sampling: Sampling | None,
+        decoding: Decoding,
+        stop_tokens: Sequence[int] | int,
+        seed: int,
+        cache: ModelCache | None,
+        context: jax.Array | None,
+        context_lengths: jax.Array | None,
     ) -> None:
         check_sizes(max_new_tokens=max_new_tokens)
         sampling = sampling if sampling is not None else Sampling()
@@ -184,93 +136,77 @@ class Run:
             cache = model.init_cache(B, bucket(longest, model), context_capacity=width)
         check_fit(cache, np.asarray(lengths))
         check_context(cache, context, context_lengths)
+        stops = checked_stops(stop_tokens, model.vocab)
+        self.how = How(sampling, stops, int(max_new_tokens))
+        given = Given(tokens, lengths, context, context_lengths)
+        prepared = decoding.prepare(model, self.how, given, cache)
         # Its flags are of earlier calls; a row that overflows now is told from those.
         cache = cache.clear_flags()
-        self.how = _How(sampling, checked_stops(stop_tokens, model.vocab))
-        self.graph, state = nnx.split(model)
-        self.state = nnx.as_pure(state)
+        self.model, self.decoding = _parted(model), _parted(decoding)
         keys = jax.random.split(jax.random.key(seed), B)
-        fresh = jnp.zeros((B, max_new_tokens), jnp.int32)
-        given = (tokens, lengths, context, context_lengths)
-        self.carry = _prefill(self.graph, self.how, self.state, given, cache, keys, fresh)
+        logits, cache = _prefill(*self.model, given, cache)
+        # The cache passes through untouched, unless its rows are multiplied.
+        graph, state = self.decoding
+        self.carry = _begin(graph, self.how, state, given, prepared, logits, cache, keys)
 
-    def decode(self, steps: int) -> bool:
-        """Runs up to `steps` decode steps; says whether it had any row to go on with."""
-        running = np.any(np.asarray(self.carry.reasons) == StopReason.RUNNING)
-        if running:
-            self.carry = _decode(self.graph, self.how, self.state, self.carry, jnp.int32(steps))
+    def decode(self, tokens: int) -> bool:
+        """Goes on until some row has so many tokens more; says whether any row could."""
+        going = np.any(np.asarray(running(self.carry)))
+        if going:
+            graphs, states = zip(self.model, self.decoding, strict=True)
+            self.carry = _decode(graphs, self.how, states, self.carry, jnp.int32(tokens))
             jax.block_until_ready(self.carry.tokens)
-        return bool(running)
+        return bool(going)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 6))
+def _parted(what: Any) -> tuple[Any, Any]:
+    """Parts modules into what compiled programs are made for, and their arrays."""
+    graph, state = nnx.split(what)
+    return graph, nnx.as_pure(state)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _prefill(
-    graph: Any,
-    how: _How,
-    state: Any,
-    given: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None],
-    cache: ModelCache,
-    keys: jax.Array,
-    fresh: jax.Array,
-) -> _Carry:
-    """Reads the prompts and draws each row's first token."""
+    graph: Any, state: Any, given: Given, cache: ModelCache
+) -> tuple[jax.Array, ModelCache]:
+    """Reads the prompts: logits `[B, vocab]` after each row's last token, and the cache."""
     model = nnx.merge(graph, state)
-    tokens, lengths, context, context_lengths = given
     x, cache = model.hidden(
-        tokens,
+        given.tokens,
         cache=cache,
-        lengths=lengths,
-        context=context,
-        context_lengths=context_lengths,
+        lengths=given.lengths,
+        context=given.context,
+        context_lengths=given.context_lengths,
     )
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    x = jnp.take_along_axis(x, last, axis=1)
-    zeros = jnp.zeros_like(lengths)
-    running = jnp.where(cache.overflowed, StopReason.FULL, StopReason.RUNNING).astype(jnp.int32)
-    carry = _Carry(cache, fresh, zeros, running, zeros, keys)
-    return _drawn(how, carry, model.logits(x)[:, 0])
+    last = jnp.maximum(given.lengths - 1, 0)[:, None, None]
+    return model.logits(jnp.take_along_axis(x, last, axis=1))[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3,))
-def _decode(graph: Any, how: _How, state: Any, carry: _Carry, steps: jax.Array) -> _Carry:
-    """Runs up to `steps` decode steps, or until every row has stopped."""
-    model = nnx.merge(graph, state)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _begin(graph: Any, how: How, state: Any, given: Given, prepared: Any, *read: Any) -> Carry:
+    decoding = nnx.merge(graph, state)
+    return decoding.begin(how, given, prepared, *read)
 
-    def going(loop: tuple[jax.Array, _Carry]) -> jax.Array:
-        step, carry = loop
-        return (step < steps) & jnp.any(carry.reasons == StopReason.RUNNING)
 
-    def body(loop: tuple[jax.Array, _Carry]) -> tuple[jax.Array, _Carry]:
-        step, carry = loop
-        active = (carry.reasons == StopReason.RUNNING).astype(jnp.int32)
-        x, cache = model.hidden(carry.pending[:, None], cache=carry.cache, lengths=active)
-        carry = dataclasses.replace(carry, cache=cache)
-        return step + 1, _drawn(how, carry, model.logits(x)[:, 0])
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _decode(graphs: Any, how: How, states: Any, carry: Carry, tokens: jax.Array) -> Carry:
+    """Decodes until some row has `tokens` more, or until every row has stopped."""
+    model, decoding = map(nnx.merge, graphs, states)
+
+    def going(loop: tuple[jax.Array, Carry]) -> jax.Array:
+        made, carry = loop
+        return (made < tokens) & jnp.any(running(carry))
+
+    def body(loop: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        made, carry = loop
+        after = decoding.step(model, how, carry)
+        # Every row counts: which one gains most may change from step to step.
+        return made + jnp.maximum(jnp.max(after.counts - carry.counts), 1), after
 
     return lax.while_loop(going, body, (jnp.int32(0), carry))[1]
 
 
-def _drawn(how: _How, carry: _Carry, logits: jax.Array) -> _Carry:
-    """Draws the next token of each running row and decides whether the row goes on."""
-    active = carry.reasons == StopReason.RUNNING
-    logits = constrain(logits, ("batch", None))
-    keys = jax.vmap(jax.random.fold_in)(carry.keys, carry.counts)
-    token = jnp.where(active, sample(logits, keys, how.sampling), carry.pending)
-    place = jnp.where(active, carry.counts, carry.tokens.shape[1])[:, None]
-    column = jnp.arange(carry.tokens.shape[1], dtype=jnp.int32)[None]
-    tokens = jnp.where(column == place, token[:, None], carry.tokens)
-    counts = carry.counts + active.astype(jnp.int32)
-    stops = jnp.zeros_like(active)
-    for stop in how.stop_tokens:
-        stops = stops | (token == stop)
-    reasons = jnp.where(carry.cache.lengths >= carry.cache.capacity, StopReason.FULL, 0)
-    reasons = jnp.where(counts >= carry.tokens.shape[1], StopReason.LENGTH, reasons)
-    reasons = jnp.where(stops, StopReason.STOP_TOKEN, reasons)
-    reasons = jnp.where(active, reasons, carry.reasons).astype(jnp.int32)
-    return dataclasses.replace(carry, tokens=tokens, counts=counts, reasons=reasons, pending=token)
-
-
-def _show(carry: _Carry, shown: np.ndarray, on_tokens: OnTokens) -> np.ndarray:
+def _show(carry: Carry, shown: np.ndarray, on_tokens: OnTokens) -> np.ndarray:
     counts, tokens = np.asarray(carry.counts), np.asarray(carry.tokens)
     new = [row[a:b].tolist() for row, a, b in zip(tokens, shown, counts, strict=True)]
     if any(new):

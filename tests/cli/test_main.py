@@ -156,8 +156,12 @@ def test_train_then_generate_goes_on_with_the_text(
     assert run([*arguments, "--temperature", "0"]) == 0
     first = capsys.readouterr().out
     assert first.startswith("the cat") and len(first) == len("the cat") + 12 + 1
-    assert run([*arguments, "--temperature", "0"]) == 0
+    # Drafts change nothing, and beams print as much once they are done.
+    assert run([*arguments, "--temperature", "0", "--prompt-lookup", "3"]) == 0
     assert capsys.readouterr().out == first
+    assert run([*arguments, "--beams", "2"]) == 0
+    assert len(capsys.readouterr().out.encode()) >= len("the cat") + 12 + 1
+    assert run([*arguments, "--beams", "2", "--prompt-lookup", "3"]) == 1
 
 
 def test_interactive_turns_keep_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
