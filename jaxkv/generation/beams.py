@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -77,6 +78,8 @@ class Beams(Decoding):
         check_sizes(beams=self.beams, returns=self.returns)
         if self.returns > self.beams:
             raise ValueError(f"returns={self.returns} of {self.beams} beams: want no more.")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"length_penalty={self.length_penalty}: want a finite number.")
 
     @property
     def streams(self) -> bool:

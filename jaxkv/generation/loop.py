@@ -193,17 +193,12 @@ def _decode(graphs: Any, how: How, states: Any, carry: Carry, tokens: jax.Array)
     """Decodes until some row has `tokens` more, or until every row has stopped."""
     model, decoding = map(nnx.merge, graphs, states)
 
-    def going(loop: tuple[jax.Array, Carry]) -> jax.Array:
-        made, carry = loop
-        return (made < tokens) & jnp.any(running(carry))
+    before = carry.counts
 
-    def body(loop: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        made, carry = loop
-        after = decoding.step(model, how, carry)
-        # Every row counts: which one gains most may change from step to step.
-        return made + jnp.maximum(jnp.max(after.counts - carry.counts), 1), after
+    def going(carry: Carry) -> jax.Array:
+        return (jnp.max(carry.counts - before) < tokens) & jnp.any(running(carry))
 
-    return lax.while_loop(going, body, (jnp.int32(0), carry))[1]
+    return lax.while_loop(going, lambda carry: decoding.step(model, how, carry), carry)
 
 
 def _show(carry: Carry, shown: np.ndarray, on_tokens: OnTokens) -> np.ndarray:
