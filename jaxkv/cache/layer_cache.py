@@ -90,8 +90,8 @@ class LayerCache(Verbs):
         return dataclasses.replace(self, index=self._opened().after, plan=None)
 
     def after_step(self) -> Index:
-        """Tells the index once the model's step is done, of which a context takes no part."""
-        return self.index if self.context else self._opened().after
+        """Tells the index once the model's step is done; of a context, which takes no part, its own."""
+        return self.index if self.plan is None else self.plan.after
 
     def new_orders(self, length: int) -> tuple[jax.Array, jax.Array]:
         """Gives order int32 `[B, T]` and reality bool `[B, T]` of this call's tokens."""
