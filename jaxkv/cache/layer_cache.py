@@ -90,7 +90,7 @@ class LayerCache(Verbs):
         return dataclasses.replace(self, index=self._opened().after, plan=None)
 
     def after_step(self) -> Index:
-        """Tells the index once the model's step is done; of a context, which takes no part, its own."""
+        """Tells the index once the model's step is done, of which a context takes no part."""
         return self.index if self.plan is None else self.plan.after
 
     def new_orders(self, length: int) -> tuple[jax.Array, jax.Array]:
