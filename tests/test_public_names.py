@@ -20,6 +20,7 @@ NAMES = [
     "Int4",
     "Int8",
     "KVSpec",
+    "Kivi",
     "LatentOptions",
     "LayerCache",
     "Linear",

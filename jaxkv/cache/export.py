@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv.cache.codecs import Raw
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Index, Jobs, Plan
+from jaxkv.cache.kivi import Kivi
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache
 from jaxkv.cache.paged import Paged, Pages
@@ -98,5 +99,5 @@ def _restored(x: Any) -> Any:
 
 register_export(
     nodes=(Index, Jobs, Plan, Records, LayerCache, ModelCache, Pages),
-    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Int8, Int4, Float8),
+    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Int8, Int4, Float8, Kivi),
 )

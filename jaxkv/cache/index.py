@@ -30,12 +30,15 @@ class Index:
       overflowed: bool `[B]`, tokens of this row were dropped because they did not fit.
       refused: bool `[B]`, a rollback of this row went deeper than what is still there.
       state: The layout's own pytree (`None` for contiguous).
+      high: int32 `[B]`, the most tokens each row has held since it was emptied, where a codec of
+        the group needs it (one that encodes whole groups of tokens); else `None`.
     """
 
     lengths: jax.Array
     overflowed: jax.Array
     refused: jax.Array
     state: Any = None
+    high: jax.Array | None = None
 
 
 def empty_index(batch: int, state: Any = None) -> Index:
@@ -170,6 +173,7 @@ def emptied_rows(index: Index, rows: jax.Array) -> Index:
         lengths=jnp.where(rows, 0, index.lengths),
         overflowed=index.overflowed & ~rows,
         refused=index.refused & ~rows,
+        high=None if index.high is None else jnp.where(rows, 0, index.high),
     )
 
 

@@ -13,9 +13,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.cache.codecs import Codec
+from jaxkv.cache.grouped import Grouped
 from jaxkv.cache.index import Index, Layout, Moves, flagged, raise_if, take_rows, unflagged
-from jaxkv.cache.plans import Group
-from jaxkv.cache.records import Records, bytes_per_token, converted, physical_bytes, tree_bytes
+from jaxkv.cache.plans import Group, marked
+from jaxkv.cache.records import Records, bytes_per_token, physical_bytes, tree_bytes
+from jaxkv.cache.regroup import recoded
 from jaxkv.cache.relayout import relaid
 from jaxkv.core.sharding import Rules, local, named
 from jaxkv.core.trees import check_arrays, is_known
@@ -46,10 +48,13 @@ class Verbs:
     def _groups(self) -> tuple[Group, ...]:
         """Gives the groups that a step extends."""
         layouts, indices, layers, groups = self._parts()
-        return tuple(
-            Group(layouts[g], indices[g], layers[groups.index(g)].slots)
-            for g in range(self._extended())
-        )
+
+        def group(number: int) -> Group:
+            mine = [r for r, g in zip(layers, groups, strict=True) if g == number]
+            codecs = tuple(dict.fromkeys(r.codec for r in mine))
+            return Group(layouts[number], indices[number], mine[0].slots, codecs)
+
+        return tuple(map(group, range(self._extended())))
 
     def _own(self) -> list[Records]:
         """Gives the layers that a step extends."""
@@ -114,7 +119,8 @@ class Verbs:
 
         Returns:
           The cache. A row that does not hold `count` tokens any more is left as it is and
-          flagged `refused`; nothing is lost.
+          flagged `refused`; nothing is lost. So is one of which a codec of whole groups has
+          encoded a token that would be the newest, or a later one.
 
         Raises:
           ValueError: Outside `jit`, if a row is refused.
@@ -136,7 +142,8 @@ class Verbs:
                 ]
 
             # A row that one group refuses is refused by all: layers agree on what a row holds.
-            refused = _any(tuple(index.refused for index, _ in each(count)))
+            lost = (g._replace(index=i).beyond(count) for g, i in zip(groups, indices, strict=True))
+            refused = _any((*(index.refused for index, _ in each(count)), *lost))
             done = each(jnp.where(refused, 0, count))
             new = [dataclasses.replace(index, refused=refused) for index, _ in done]
             return tuple(map(flagged, new, indices)), tuple(m for _, m in done), refused
@@ -210,7 +217,7 @@ class Verbs:
             refused = lost | missing | take_rows(index.refused, there)
             new.append(dataclasses.replace(emptied, refused=refused))
             moves.append(move)
-        moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
+        moved = tuple(r.moved(moves[g], there) for r, g in zip(layers, groups, strict=True))
         return self._rebuilt(tuple(new), moved)
 
     def share(self, rows: jax.Array, count: jax.Array) -> Self:
@@ -260,12 +267,24 @@ class Verbs:
         """
         self.check_alive()
         layouts, indices, layers, groups = self._parts()
-        layers = [converted(r, codec, lanes) for r in layers]
+        if layout is not None and isinstance(codec, Grouped):
+            # The old layout need not fit a codec of whole groups; the new one has to.
+            moved = self.convert(layout=layout, capacity=capacity)
+            return moved.convert(codec=codec, lanes=lanes)
+        layers = [
+            recoded(r, codec, lanes, layouts[g], indices[g])
+            for r, g in zip(layers, groups, strict=True)
+        ]
+        indices = tuple(
+            marked(index, *(r.codec for r, g in zip(layers, groups, strict=True) if g == number))
+            for number, index in enumerate(indices)
+        )
         if layout is None:
             return self._rebuilt(indices, tuple(layers))
         new_indices, new_layouts = list(indices), list(layouts)
         for number, group in enumerate(self._groups()):
             mine = [i for i, g in enumerate(groups) if g == number]
+            group = group._replace(index=indices[number])
             index, moved, lost = relaid(group, [layers[i] for i in mine], layout, capacity)
             raise_if(lost, lambda: f"{layout} cannot keep the tokens of rows of {self}")
             for i, records in zip(mine, moved, strict=True):
@@ -301,7 +320,9 @@ class Verbs:
 
         placed = tuple(
             dataclasses.replace(
-                r, planes={n: named(mesh, r.axes()[n], x.shape, rules) for n, x in r.planes.items()}
+                r,
+                planes={n: named(mesh, r.axes()[n], x.shape, rules) for n, x in r.planes.items()},
+                rest={n: named(mesh, r.rest_axes()[n], x.shape, rules) for n, x in r.rest.items()},
             )
             for r in layers
         )
