@@ -114,7 +114,8 @@ class Kivi(Grouped):
         B, T = key.shape[:2]
         given = {"key": key[..., : spec.key_width], "shared": key[:, :, :1, spec.key_width :]}
         out: Planes = {}
-        for name, heads, width in _by_channel(spec):
+        for name, _, width in _by_channel(spec):
+            heads = given[name].shape[2]  # a device's share
             x = _finite(given[name]).reshape(B, T // self.group, self.group, heads, width)
             codes, scale, zero = self._quantised(x.transpose(0, 3, 1, 2, 4), 3)
             out[name] = codes.reshape(B, heads, T, width)

@@ -186,7 +186,7 @@ class Int4(_Rounded):
     """Stores 4-bit integers in -7 .. 7, two to a byte, with a scale for each token and head.
 
     Keys with a channel that is always large spoil the other channels of their group: give such
-    models a small `group`.
+    models a small `group`, or store them with `Kivi`.
     """
 
     code: ClassVar[DTypeLike] = jnp.int4

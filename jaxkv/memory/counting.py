@@ -37,7 +37,8 @@ class Storage:
 
     Args:
       dtype: How a record is stored: bf16, fp16, fp32, fp8 or JAX's name of a dtype, as it is; or
-        int8, int4, float8, which have scales, one for a group of channels as in `int4:32`.
+        int8, int4, float8, which have scales, one for a group of channels as in `int4:32`; or
+        kivi, kivi2, kivi8, with `kivi:32` for groups of 32 tokens, whose newest are bfloat16.
       policy: The layout of each layer.
       chip: Where they lie; `None` is a place without padding.
 

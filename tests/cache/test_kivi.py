@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -35,6 +37,7 @@ from jaxkv.cache import (
 )
 from jaxkv.ops.api import attention
 from tests.cache.feeding import extended, fed
+from tests.cache.meshes import mesh_of
 from tests.cache.support import SPECS, bits, draw_tokens, scoring, values_of
 from tests.support import dense
 from tests.support.tolerances import assert_close
@@ -83,8 +86,9 @@ def feed(cache: LayerCache, name: str, tokens: Any, widths: list[int], first: in
 
 def live(cache: LayerCache, row: int) -> dict[str, list[bytes]]:
     """Gives the bytes of what a row stores: codes group by group, exact tokens by order."""
-    r, length = cache.records, int(cache.lengths[row])
-    entry, slot, _ = (np.asarray(x)[row] for x in cache.layout.places(cache.index, r.slots))
+    r, length = cache.records, int(np.asarray(cache.lengths)[row])
+    index = jax.tree.map(np.asarray, cache.index)
+    entry, slot, _ = (np.asarray(x)[row] for x in cache.layout.places(index, r.slots))
     group = r.codec.group
     done, found = flushed(length, group), {}
     for name, plane in r.codec.planes(r.spec, 1).items():
@@ -286,6 +290,70 @@ def test_qnt_12_rows_move_with_their_residuals(layout: str) -> None:
     assert deep.refused.tolist() == [False, True]
 
 
+_reset = jax.jit(lambda cache, rows: cache.reset(rows))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_verbs_leave_what_one_call_of_the_same_tokens_stores(layout: str, seed: int) -> None:
+    rng, how, start = np.random.default_rng(seed), scoring(SPECS["gqa"][0]), empty("gqa", layout)
+    stock = given(length=400, seed=seed)
+
+    def tokens(rows: list[list[int]]) -> Any:
+        at = np.array([(row + [0] * WIDTH)[:WIDTH] for row in rows])
+        return [np.stack([x[0, k] for k in at]) for x in stock]
+
+    cache, rows, high, next_one = start, [[] for _ in range(B)], [0] * B, 0
+    verbs = set()
+    for _ in range(40):
+        verb = rng.choice(["extend", "extend", "extend", "rollback", "fork", "reset"])
+        verbs.add(verb)
+        counts = rng.integers(0, 8, B)
+        if verb == "extend":
+            counts = np.minimum(counts, [WIDTH - len(row) for row in rows])
+            new = [[next_one + b * 8 + i for i in range(n)] for b, n in enumerate(counts)]
+            next_one = (next_one + 16) % 384
+            _, _, cache = fed(how, cache, tokens(new), counts=counts, width=WIDTH)
+            rows = [row + more for row, more in zip(rows, new, strict=True)]
+            high = [max(h, len(row)) for h, row in zip(high, rows, strict=True)]
+        elif verb == "rollback":
+            cache = _rollback(cache.clear_flags(), counts.astype(np.int32))
+            bad = [
+                n > 0 and len(row) - n < flushed(h)
+                for n, row, h in zip(counts, rows, high, strict=True)
+            ]
+            bad = [b or n > len(row) for b, n, row in zip(bad, counts, rows, strict=True)]
+            assert cache.refused.tolist() == bad
+            rows = [
+                row if b else row[: len(row) - n]
+                for b, n, row in zip(bad, counts, rows, strict=True)
+            ]
+        elif verb == "fork":
+            order = rng.integers(0, B, B)
+            cache = _fork(cache, order.astype(np.int32))
+            rows, high = [list(rows[r]) for r in order], [high[r] for r in order]
+        else:
+            gone = rng.random(B) < 0.5
+            cache = _reset(cache, gone)
+            rows = [[] if g else row for g, row in zip(gone, rows, strict=True)]
+            high = [0 if g else h for g, h in zip(gone, high, strict=True)]
+        held = [len(row) for row in rows]
+        assert cache.lengths.tolist() == held
+        _, _, want = fed(how, start, tokens(rows), counts=held, width=WIDTH)
+        assert [live(cache, b) for b in range(B)] == [live(want, b) for b in range(B)]
+    assert len(verbs) == 4
+
+
+def test_what_does_not_fit_is_dropped_and_no_group_is_made_of_it() -> None:
+    tokens, more = given(), given(seed=1)
+    _, cache = feed(empty(), "gqa", tokens, [13])
+    _, full = feed(cache, "gqa", more, [WIDTH])
+    _, want = feed(cache, "gqa", more, [13])
+    assert full.lengths.tolist() == [S] * B == want.lengths.tolist()
+    assert full.overflowed.all() and not want.overflowed.any()
+    assert [live(full, b) for b in range(B)] == [live(want, b) for b in range(B)]
+
+
 def converted(cache: LayerCache, **options: Any) -> LayerCache:
     return jax.jit(lambda cache: cache.convert(**options))(cache)
 
@@ -396,6 +464,41 @@ def test_layers_of_different_codecs_agree_on_what_a_row_holds() -> None:
         back = _rollback(cache, count)
         assert back.refused.tolist() == [refused] * B
         assert {tuple(i.lengths.tolist()) for i in back.indices} == {(24 if refused else 20,) * B}
+
+
+@pytest.mark.parametrize("mode", ["explicit", pytest.param("auto", marks=pytest.mark.full)])
+def test_a_step_and_the_verbs_on_a_mesh_equal_those_without(mode: str, tmp_path: Path) -> None:
+    how, spec = scoring(SPECS["gqa"][0]), SPECS["gqa"][0]
+    tokens, rows = given(length=19), np.array([1, 0], np.int32)
+
+    def work(cache: LayerCache, tokens: Any, rows: Any) -> Any:
+        out, _, cache = cache.extend(*tokens, how)
+        # Tokens 12 and on of 19 are exact.
+        moved = cache.reorder(rows).rollback(2)
+        return out, moved, moved.convert(codec=Raw()).records.planes
+
+    cache = create_layer(spec, KIVI, B, S)
+    want = jax.jit(work)(cache, tokens, rows)
+    mesh = mesh_of((2, 2), mode)
+    path = tmp_path / "cache"
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(cache, cache.sharding(mesh))
+        got = jax.jit(work)(placed, tokens, rows)
+    assert_close(got[0], want[0], terms=19 * 16)
+    assert [live(got[1], b) for b in range(B)] == [live(want[1], b) for b in range(B)]
+    assert len(live(want[1], 0)["key"]) == 12
+    for name, x in want[2].items():
+        np.testing.assert_allclose(got[2][name], x, rtol=0, atol=1e-6)
+    # Saved as the devices hold it, read back on one.
+    checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    checkpointer.save(path, args=ocp.args.StandardSave(got[1]))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), want[1].abstract()
+    )
+    back = checkpointer.restore(path, args=ocp.args.StandardRestore(like))
+    assert jax.tree.structure(back) == jax.tree.structure(want[1])
+    assert [live(back, b) for b in range(B)] == [live(want[1], b) for b in range(B)]
 
 
 def test_no_gradient_reaches_what_is_encoded_and_all_of_it_the_exact_tokens() -> None:
