@@ -20,6 +20,7 @@ from jaxkv.cache import Evicting as Evicting
 from jaxkv.cache import Float8 as Float8
 from jaxkv.cache import Int4 as Int4
 from jaxkv.cache import Int8 as Int8
+from jaxkv.cache import Kivi as Kivi
 from jaxkv.cache import KVSpec as KVSpec
 from jaxkv.cache import LayerCache as LayerCache
 from jaxkv.cache import ModelCache as ModelCache

@@ -24,6 +24,7 @@ NAMES = [
     "Int4",
     "Int8",
     "KVSpec",
+    "Kivi",
     "LatentOptions",
     "LayerCache",
     "Linear",

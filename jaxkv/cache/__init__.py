@@ -11,6 +11,7 @@ from jaxkv.cache.index import Index as Index
 from jaxkv.cache.index import Jobs as Jobs
 from jaxkv.cache.index import Layout as Layout
 from jaxkv.cache.index import Plan as Plan
+from jaxkv.cache.kivi import Kivi as Kivi
 from jaxkv.cache.layer_cache import LayerCache as LayerCache
 from jaxkv.cache.layer_cache import Scoring as Scoring
 from jaxkv.cache.layer_cache import create_layer as create_layer

@@ -47,13 +47,15 @@ class Unit:
     def block(self, j: jax.Array) -> tuple[Planes, jax.Array]:
         """Slices block j and zeroes what is not filled: `[heads, Z, ...]`, order int32 `[Z]`."""
         entry, slot, order = self._locate(j)
+        strides = self.how.strides
 
-        def emptied(x: jax.Array) -> jax.Array:
-            window = window_of(x, entry, slot, self.tile.size, self._heads(x.shape[1]))[0]
-            filled = (order >= 0).reshape((1, self.tile.size) + (1,) * (window.ndim - 2))
+        def emptied(x: jax.Array, stride: int) -> jax.Array:
+            size = self.tile.size // stride
+            window = window_of(x, entry, slot // stride, size, self._heads(x.shape[1]))[0]
+            filled = (order[::stride] >= 0).reshape((1, size) + (1,) * (window.ndim - 2))
             return jnp.where(filled, window, jnp.zeros((), window.dtype))
 
-        return {name: emptied(x) for name, x in self.planes.items()}, order
+        return {name: emptied(x, strides[name]) for name, x in self.planes.items()}, order
 
     def seen(self, order: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Says which keys of a block each query row sees: bool `[heads|1, M, Z]`."""
@@ -74,12 +76,13 @@ class Unit:
     def add(self, j: jax.Array, grads: Planes, *parts: Planes) -> Planes:
         """Adds gradients of block j to those of the planes."""
         entry, slot, _ = self._locate(j)
-        out = dict(grads)
+        out, strides = dict(grads), self.how.strides
         for name, total in grads.items():
             wide = (part[name].astype(jnp.float32) for part in parts)
             window = functools.reduce(jnp.add, wide)[None]
             head, _ = self._heads(total.shape[1])
-            out[name] = add_window(total, window.astype(total.dtype), entry, slot, head)
+            place = slot // strides[name]
+            out[name] = add_window(total, window.astype(total.dtype), entry, place, head)
         return out
 
     def add_slots(self, total: jax.Array, x: jax.Array, j: jax.Array) -> jax.Array:

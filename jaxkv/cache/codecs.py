@@ -17,19 +17,25 @@ from jaxkv.core.numerics import lone_row_doubled, pad_width
 Planes = dict[str, jax.Array]
 # Channels of one tile on TPU.
 TILE_LANES = 128
+# Integers of which several lie in a byte where there are no lanes, and how many.
+NARROW = {jnp.dtype(jnp.int4): 2, jnp.dtype(jnp.int2): 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class Plane:
     """One stored array `[E, heads, S, *trailing]`; tokens are always axis 2.
 
-    `width` is how many of the last axis's channels carry data; the rest is lane padding.
+    `width` is how many of the last axis's channels carry data; the rest is lane padding. With a
+    `stride`, one entry of the token axis serves that many tokens. `code` is the dtype of what is
+    stored, where `dtype` only holds its bits.
     """
 
     heads: int
     trailing: tuple[int, ...]
     dtype: DTypeLike
     width: int
+    stride: int = 1
+    code: DTypeLike | None = None
 
 
 class Codec(Protocol):
@@ -63,40 +69,62 @@ class Codec(Protocol):
 def stored_plane(heads: int, width: int, dtype: DTypeLike, lanes: int) -> Plane:
     """Chooses the array that holds codes of `width` channels.
 
-    XLA's CPU backend widens 8-bit floats and 4-bit integers whenever it moves them, and with them
-    the whole cache. So 8-bit floats are kept as their bits, and 4-bit integers two to a byte where
-    planes need no lanes; with lanes (on TPU) they have their native dtype.
+    XLA's CPU backend widens 8-bit floats and narrower integers whenever it moves them, and with
+    them the whole cache. So 8-bit floats are kept as their bits, and 4-bit and 2-bit integers two
+    and four to a byte where planes need no lanes. With lanes (on TPU) 4-bit integers have their
+    native dtype, which holds those of 2 bits too.
     """
     dtype = jnp.dtype(dtype)
-    if dtype == jnp.int4 and lanes == 1:
-        width = -(-width // 2)
-        return Plane(heads, (width,), jnp.uint8, width)
+    if dtype in NARROW and lanes == 1:
+        width = -(-width // NARROW[dtype])
+        return Plane(heads, (width,), jnp.uint8, width, code=dtype)
+    holder = dtype
+    if dtype == jnp.int2:
+        holder = jnp.dtype(jnp.int4)
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1:
-        dtype = jnp.dtype(jnp.uint8)
-    return Plane(heads, (-(-width // lanes) * lanes,), dtype, width)
+        holder = jnp.dtype(jnp.uint8)
+    return Plane(heads, (-(-width // lanes) * lanes,), holder, width, code=dtype)
 
 
 def restored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Gives codes another dtype that holds the same bits.
 
-    Of two 4-bit integers in a byte the low one is channel i, the high one channel i + width / 2.
+    Of the 2 (or 4) integers in a byte the lowest is channel i, the next one channel i + width / 2
+    (or / 4), and so on.
     """
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
-    if x.dtype == jnp.int4:
-        half = -(-x.shape[-1] // 2)
-        low, high = x[..., :half], pad_width(x[..., half:], half)
-        nibbles = (lax.bitwise_and(n.astype(jnp.int8), jnp.int8(15)) for n in (low, high))
-        low, high = (lax.convert_element_type(n, jnp.uint8) for n in nibbles)
-        return low | (high << jnp.uint8(4))
-    if dtype == jnp.int4:
-        signed = lax.bitcast_convert_type(x, jnp.int8)
-        four = jnp.int8(4)
-        low, high = lax.shift_left(signed, four), signed
-        both = [lax.shift_right_arithmetic(n, four) for n in (low, high)]
-        return jnp.concatenate(both, axis=-1).astype(jnp.int4)
+    if x.dtype in NARROW and dtype in NARROW:
+        return x.astype(dtype)
+    if x.dtype in NARROW:
+        return _packed(x)
+    if dtype in NARROW:
+        return _unpacked(x, dtype)
     return lax.bitcast_convert_type(x, dtype)
+
+
+def _packed(x: jax.Array) -> jax.Array:
+    number = NARROW[x.dtype]
+    bits, width = 8 // number, -(-x.shape[-1] // number)
+    x = pad_width(x.astype(jnp.int8), number * width)
+    out = jnp.zeros((*x.shape[:-1], width), jnp.uint8)
+    for i in range(number):
+        part = lax.bitwise_and(x[..., i * width : (i + 1) * width], jnp.int8(2**bits - 1))
+        out |= lax.convert_element_type(part, jnp.uint8) << jnp.uint8(i * bits)
+    return out
+
+
+def _unpacked(x: jax.Array, dtype: Any) -> jax.Array:
+    number = NARROW[dtype]
+    bits, signed = 8 // number, lax.bitcast_convert_type(x, jnp.int8)
+    parts = [
+        lax.shift_right_arithmetic(
+            lax.shift_left(signed, jnp.int8(8 - (i + 1) * bits)), jnp.int8(8 - bits)
+        )
+        for i in range(number)
+    ]
+    return jnp.concatenate(parts, axis=-1).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +226,11 @@ def cut_result(x: jax.Array, first: int, last: int) -> jax.Array:
     if (first, last) == (0, x.shape[-1]):
         return x
     return lax.optimization_barrier(x)[..., first:last]
+
+
+def over_heads(block: jax.Array, heads: int) -> jax.Array:
+    """Repeats what heads share: `[1|K, Z, width]` to `[K, Z, width]`."""
+    return jnp.broadcast_to(block, (heads, *block.shape[1:]))
 
 
 def _value(spec: KVSpec, planes: Planes) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxkv.cache.codecs import Raw
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.evicting import Evicting, Kept
 from jaxkv.cache.index import Fill, Index, Jobs, Plan
+from jaxkv.cache.kivi import Kivi
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache
 from jaxkv.cache.paged import Paged, Pages
@@ -100,5 +101,6 @@ def _restored(x: Any) -> Any:
 
 register_export(
     nodes=(Index, Jobs, Fill, Plan, Records, LayerCache, ModelCache, Pages, Kept),
-    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Evicting, H2O, TOVA, SnapKV, Int8, Int4, Float8),
+    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Evicting, H2O, TOVA, SnapKV),
 )
+register_export(choices=(Int8, Int4, Float8, Kivi))

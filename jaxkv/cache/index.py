@@ -31,12 +31,15 @@ class Index:
       overflowed: bool `[B]`, tokens of this row were dropped because they did not fit.
       refused: bool `[B]`, a rollback of this row went deeper than what is still there.
       state: The layout's own pytree (`None` for contiguous).
+      high: int32 `[B]`, the most tokens each row has held since it was emptied, where a codec of
+        the group needs it (one that encodes whole groups of tokens); else `None`.
     """
 
     lengths: jax.Array
     overflowed: jax.Array
     refused: jax.Array
     state: Any = None
+    high: jax.Array | None = None
 
 
 def empty_index(batch: int, state: Any = None) -> Index:
@@ -119,6 +122,11 @@ class Jobs:
         jobs = jax.tree.map(lambda x: jnp.take(x.reshape(-1), order), self)
         return jobs, jnp.sum(live.astype(jnp.int32))
 
+    @property
+    def delay(self) -> jax.Array:
+        """The array that what a write waits for goes into."""
+        return self.high
+
     def delayed(self, zero: jax.Array) -> Jobs:
         """Makes the jobs depend on a scalar that is 0."""
         return dataclasses.replace(self, high=self.high + zero)
@@ -135,6 +143,11 @@ class Fill:
     """
 
     source: jax.Array
+
+    @property
+    def delay(self) -> jax.Array:
+        """The array that what a write waits for goes into."""
+        return self.source
 
     def delayed(self, zero: jax.Array) -> Fill:
         """Makes the write depend on a scalar that is 0."""
@@ -193,6 +206,7 @@ def emptied_rows(index: Index, rows: jax.Array) -> Index:
         lengths=jnp.where(rows, 0, index.lengths),
         overflowed=index.overflowed & ~rows,
         refused=index.refused & ~rows,
+        high=None if index.high is None else jnp.where(rows, 0, index.high),
     )
 
 
@@ -218,7 +232,40 @@ class Moves:
     target: jax.Array | None = None
 
 
-class Layout(Protocol):
+class Blocks(Protocol):
+    """The part of a layout that a read needs."""
+
+    @property
+    def per_head(self) -> bool:
+        """Whether slots of one head hold other tokens than those of the next."""
+        return False
+
+    def span(
+        self, index: Index, row: jax.Array, slots: int, size: int, reach: Reach
+    ) -> tuple[jax.Array, jax.Array]:
+        """Bounds a row's live blocks of `size` slots: int32 scalars `(first, end)`.
+
+        `reach` are the orders `[first, end)` that the row's queries may see at all.
+        """
+        ...
+
+    def locate(
+        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Finds a row's block: `(entry, first slot, order int32[size])`, -1 = not to be read."""
+        ...
+
+    def tile(self, slots: int, want: int) -> int:
+        """Chooses how many slots a read takes at a time, about `want`."""
+        ...
+
+    def at_head(self, index: Index, head: jax.Array) -> Index:
+        """Turns to the slots of one head, where heads hold different tokens."""
+        del head
+        return index
+
+
+class Layout(Blocks, Protocol):
     """Says where tokens go; a frozen, hashable dataclass. One file each.
 
     Attributes:
@@ -226,11 +273,6 @@ class Layout(Protocol):
     """
 
     per_layer: ClassVar[bool] = False
-
-    @property
-    def per_head(self) -> bool:
-        """Whether slots of one head hold other tokens than those of the next."""
-        return False
 
     @property
     def chooses(self) -> bool:
@@ -262,21 +304,6 @@ class Layout(Protocol):
         """Plans the writing of `count int32[B]` of T = `length` tokens, for entries of S slots."""
         ...
 
-    def span(
-        self, index: Index, row: jax.Array, slots: int, size: int, reach: Reach
-    ) -> tuple[jax.Array, jax.Array]:
-        """Bounds a row's live blocks of `size` slots: int32 scalars `(first, end)`.
-
-        `reach` are the orders `[first, end)` that the row's queries may see at all.
-        """
-        ...
-
-    def locate(
-        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Finds a row's block: `(entry, first slot, order int32[size])`, -1 = not to be read."""
-        ...
-
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Lists each row's slots: entry, slot and order, int32 `[B, S]`; order -1 = unfilled."""
         ...
@@ -289,10 +316,6 @@ class Layout(Protocol):
         """Tokens that a rollback can always take back from a filled row; `UNBOUNDED` for all."""
         del slots
         return 0
-
-    def tile(self, slots: int, want: int) -> int:
-        """Chooses how many slots a read takes at a time, about `want`."""
-        ...
 
     def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
         """Makes row i a copy of row `rows[i]`, int32 `[R]`, each in range."""
@@ -327,11 +350,6 @@ class Layout(Protocol):
             "layout=Evicting(budget) first."
         )
 
-    def at_head(self, index: Index, head: jax.Array) -> Index:
-        """Turns to the slots of one head, where heads hold different tokens."""
-        del head
-        return index
-
     def state_axes(self, heads: str | None) -> Any:
         """Names the logical axes of the state, `heads` being that of the records' heads."""
         del heads
@@ -346,4 +364,10 @@ class Layout(Protocol):
 def index_axes(layout: Layout, heads: str | None) -> Any:
     """Names the logical axes of an index, `heads` being that of the records' heads."""
     rows: Any = ("batch",)
-    return Index(rows, rows, rows, layout.state_axes(heads))
+    return Index(rows, rows, rows, layout.state_axes(heads), rows)
+
+
+def plan_axes(layout: Layout, heads: str | None) -> Any:
+    """Names the logical axes of a plan, alike."""
+    rows: Any = ("batch",)
+    return Plan(rows, rows, rows, layout.job_axes(heads), index_axes(layout, heads))

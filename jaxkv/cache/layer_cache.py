@@ -11,16 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.cache.codecs import Codec, Planes, restored
+from jaxkv.cache.codecs import Codec
 from jaxkv.cache.contiguous import Contiguous
-from jaxkv.cache.index import Fill, Index, Jobs, Layout, Plan, index_axes
-from jaxkv.cache.plans import plan_step
-from jaxkv.cache.read import BlockView, Reading, read
+from jaxkv.cache.grouped import Grouped
+from jaxkv.cache.index import Fill, Index, Jobs, Layout, Plan, index_axes, plan_axes
+from jaxkv.cache.pairs import check_pair
+from jaxkv.cache.plans import marked, plan_step
+from jaxkv.cache.read import BlockView, Reading
 from jaxkv.cache.records import Records, create_records
+from jaxkv.cache.residual import read_stored, write_stored
 from jaxkv.cache.settling import Attended, settle
 from jaxkv.cache.spec import KVSpec
 from jaxkv.cache.verbs import Verbs
-from jaxkv.cache.write import write
+from jaxkv.cache.write import zero_after
 from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
 from jaxkv.core.visibility import Visibility
@@ -130,7 +133,8 @@ class LayerCache(Verbs):
         scores = ("batch", heads, None, None)
         in_axes = (
             ("batch", None, heads),
-            self._plane_axes(heads),
+            self._plane_axes(heads, r.axes()),
+            self._plane_axes(heads, r.rest_axes()),
             index_axes(self.layout, heads),
             ("batch",),
             scores,
@@ -138,26 +142,20 @@ class LayerCache(Verbs):
             view.weight_axes if view is not None else (),
         )
         out_axes = (("batch", None, heads), ("batch", None, heads))
-        args = (query, r.planes, self.index, q_order, mask, bias, weights)
-        return local(functools.partial(read, how), in_axes, out_axes)(*args)
+        args = (query, r.planes, r.rest, self.index, q_order, mask, bias, weights)
+        return local(functools.partial(read_stored, how), in_axes, out_axes)(*args)
 
     def write(self, key: jax.Array, value: jax.Array | None) -> LayerCache:
         """Stores this step's tokens: key `[B, T, K, H + shared]`, value `[B, T, K, V]` or None."""
-        r, jobs = self.records, self._opened().jobs
+        r, plan = self.records, self._opened()
         if key.size == 0:  # no rows or no tokens
             return self
-
-        def stored(
-            planes: Planes, key: jax.Array, value: jax.Array | None, jobs: Jobs | Fill
-        ) -> Planes:
-            new = r.codec.encode(r.spec, key, value)
-            return write(planes, {n: restored(x, planes[n].dtype) for n, x in new.items()}, jobs)
-
         heads, tokens = head_axis(r.spec.kv_heads), self._token_axes()
-        axes = self._plane_axes(heads)
-        in_axes = (axes, tokens, tokens, self.layout.job_axes(heads))
-        planes = local(stored, in_axes, axes)(r.planes, key, value, jobs)
-        return dataclasses.replace(self, records=dataclasses.replace(r, planes=planes))
+        axes = (self._plane_axes(heads, r.axes()), self._plane_axes(heads, r.rest_axes()))
+        in_axes = (*axes, tokens, tokens, plan_axes(self.layout, heads))
+        stored = functools.partial(write_stored, r.spec, r.codec, self.layout, r.whole_slots)
+        planes, rest = local(stored, in_axes, axes)(r.planes, r.rest, key, value, plan)
+        return dataclasses.replace(self, records=dataclasses.replace(r, planes=planes, rest=rest))
 
     def extend(
         self,
@@ -243,14 +241,18 @@ class LayerCache(Verbs):
     def seen_through_codec(
         self, key: jax.Array, value: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Passes new tokens through the codec, so that results do not depend on chunking."""
+        """Passes new tokens through the codec, so that results do not depend on chunking.
+
+        One that encodes whole groups stores new tokens as they are, in its residual's dtype.
+        """
         r, tokens = self.records, self._token_axes()
+        codec = r.codec.newest if isinstance(r.codec, Grouped) else r.codec
 
         def through(key: jax.Array, value: jax.Array | None) -> tuple[jax.Array, jax.Array]:
             if value is None:
                 first = r.spec.value_offset or 0
                 value = key[..., first : first + r.spec.value_width]
-            return _rounded(r.spec, r.codec, key, value)
+            return _rounded(r.spec, codec, key, value)
 
         return local(through, (tokens, tokens), tokens)(key, value)
 
@@ -298,9 +300,8 @@ class LayerCache(Verbs):
     def after(self, out: jax.Array) -> LayerCache:
         """Orders the coming write after the reads that made `out [B, T, N, V]`.
 
-        XLA writes a buffer in place only if it can prove that all readers are done. Reads and
-        write share no data, and barriers are gone when copies are inserted; so the jobs are
-        made to depend on the outputs, on every device on its own ones.
+        Reads and write share no data, and XLA has to know that all readers are done; so the
+        jobs are made to depend on the outputs, on every device on its own ones.
         """
         plan = self._opened()
         heads = head_axis(self.records.spec.kv_heads)
@@ -333,9 +334,9 @@ class LayerCache(Verbs):
             return self
         heads = head_axis(self.records.spec.kv_heads)
         how, call = self._reading(query, scoring, view), Attended(query, key, lse)
-        axes = heads, self._plane_axes(heads)
-        planes = self.records.planes
-        plan = settle(how, call, planes, self.index, self._opened(), weights, axes)
+        axes = heads, self._plane_axes(heads, self.records.axes())
+        stored = self.records.planes, self.index, self._opened()
+        plan = settle(self.layout, how, call, *stored, weights, axes)
         return dataclasses.replace(self, plan=plan)
 
     def replicated(
@@ -378,7 +379,7 @@ class LayerCache(Verbs):
             self.layout.narrowed(scoring.rule),
             scoring.scale,
             max(1, query.shape[2] // r.spec.kv_heads),
-            r.slots,
+            r.whole_slots,
             scoring.soft_cap,
             scoring.precision,
             view,
@@ -395,8 +396,9 @@ class LayerCache(Verbs):
         split = kv_heads > 1 and head_axis(kv_heads) is not None
         return ("batch", None, "kv_heads" if split else None)
 
-    def _plane_axes(self, heads: str | None) -> dict[str, tuple[str | None, ...]]:
-        axes = self.records.axes()
+    def _plane_axes(
+        self, heads: str | None, axes: dict[str, tuple[str | None, ...]]
+    ) -> dict[str, tuple[str | None, ...]]:
         if heads is not None:
             return axes
         return {n: tuple(None if a == "kv_heads" else a for a in ax) for n, ax in axes.items()}
@@ -444,15 +446,17 @@ def create_layer(
       The cache.
 
     Raises:
-      ValueError: If a size is not positive.
+      ValueError: If a size is not positive, or layout and codec do not fit.
     """
     if batch < 0 or capacity < 1 or lanes < 1:
         raise ValueError(f"batch={batch}, capacity={capacity}, lanes={lanes}: want >= 0, 1, 1.")
     spec = spec.replicated(replicas)
     layout = (layout if layout is not None else Contiguous()).fitted(spec)
+    check_pair(layout, codec)
     entries, slots = layout.storage(batch, capacity)
-    records = create_records(spec, codec, entries, slots, lanes)
-    return LayerCache(layout.create(batch, capacity), records, None, layout, replicas, context)
+    records = create_records(spec, codec, entries, slots, lanes, rows=batch)
+    index = marked(layout.create(batch, capacity), codec)
+    return LayerCache(index, records, None, layout, replicas, context)
 
 
 def _joined(
@@ -468,10 +472,7 @@ def _awaiting(jobs: Jobs | Fill, out: jax.Array) -> Jobs | Fill:
     """Gives the same jobs, which can only be known once `out` is."""
     if out.size == 0:
         return jobs
-    bits = lax.bitcast_convert_type(out.reshape(-1)[0].astype(jnp.float32), jnp.int32)
-    # Always 0, whatever the bits are, but not to a compiler that simplifies without ranges.
-    zero = jnp.minimum(bits & 1, 0)
-    return jobs.delayed(zero)
+    return jobs.delayed(zero_after(out))
 
 
 def _columns(length: int, fill: Any, x: jax.Array, start: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache.codecs import Codec
+from jaxkv.cache.grouped import Grouped
 from jaxkv.cache.index import Index, Layout, Plan, raise_if
 from jaxkv.core.positions import compaction
 from jaxkv.core.sharding import local
@@ -20,11 +22,34 @@ from jaxkv.ops.api import check_lengths
 
 
 class Group(NamedTuple):
-    """Layers that share an index: their layout, the index, and S of their entries."""
+    """Layers that share an index: their layout, the index, S of their entries, and their codecs."""
 
     layout: Layout
     index: Index
     slots: int
+    codecs: tuple[Codec, ...] = ()
+
+    def beyond(self, count: jax.Array) -> jax.Array:
+        """Tells which rows cannot give `count int32[B]` tokens back exactly: bool `[B]`.
+
+        Of a codec that encodes whole groups, exact tokens are there as far as its residual goes.
+        """
+        index = self.index
+        out = jnp.zeros_like(index.refused)
+        for codec in self.codecs:
+            if isinstance(codec, Grouped) and index.high is not None:
+                out |= index.lengths - count < codec.flushed(index.high)
+        return out & (count > 0)
+
+
+def marked(index: Index, *codecs: Codec) -> Index:
+    """Gives an index the high-water mark that codecs of whole groups need, or takes it away."""
+    if not any(isinstance(codec, Grouped) for codec in codecs):
+        return dataclasses.replace(index, high=None)
+    if index.high is not None:
+        return index
+    # A buffer of its own: an index is donated.
+    return dataclasses.replace(index, high=jnp.array(index.lengths))
 
 
 def plan_step(
@@ -69,8 +94,12 @@ def plan_step(
             asked = planned(fit)
         plans = []
         for index, made in zip(indices, asked, strict=True):
+            high = index.high
             after = dataclasses.replace(
-                made.after, overflowed=index.overflowed | (fit < count), refused=index.refused
+                made.after,
+                overflowed=index.overflowed | (fit < count),
+                refused=index.refused,
+                high=None if high is None else jnp.maximum(high, made.after.lengths),
             )
             plans.append(dataclasses.replace(made, count=count, order=order, after=after))
         return tuple(plans), fit < count

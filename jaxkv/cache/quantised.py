@@ -18,6 +18,7 @@ from jaxkv.cache.codecs import (
     Planes,
     block_product,
     cut_result,
+    over_heads,
     restored,
     stored_plane,
     whole_tiles,
@@ -124,7 +125,7 @@ class Scaled:
                 begin, end = whole_tiles(a, b, stored.shape[-1])
                 q = query[..., first + a : first + b]
                 q = jnp.pad(q, [(0, 0), (0, 0), (a - begin, end - b)])
-                codes = _over_heads(stored[..., begin:end], query.shape[0])
+                codes = over_heads(stored[..., begin:end], query.shape[0])
                 scale = block[f"{name}_scale_{i}"][:, None]
                 out = out + block_product("kmh,kzh->kmz", q, codes, precision, q.dtype) * scale
             first += width
@@ -185,7 +186,7 @@ class Int4(_Rounded):
     """Stores 4-bit integers in -7 .. 7, two to a byte, with a scale for each token and head.
 
     Keys with a channel that is always large spoil the other channels of their group: give such
-    models a small `group`.
+    models a small `group`, or store them with `Kivi`.
     """
 
     code: ClassVar[DTypeLike] = jnp.int4
@@ -214,8 +215,3 @@ def _parts(spec: KVSpec) -> Iterator[tuple[str, int, int]]:
         yield "value", spec.kv_heads, spec.value_width
     if spec.shared_width:
         yield "shared", 1, spec.shared_width
-
-
-def _over_heads(block: jax.Array, heads: int) -> jax.Array:
-    """Repeats what heads share: `[1|K, Z, width]` to `[K, Z, width]`."""
-    return jnp.broadcast_to(block, (heads, *block.shape[1:]))

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from jaxkv.cache.codecs import Codec, Planes
-from jaxkv.cache.index import Layout
+from jaxkv.cache.grouped import tokens_together
+from jaxkv.cache.index import Blocks
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.visibility import Visibility
 
@@ -52,14 +53,19 @@ class Reading:
 
     spec: KVSpec
     codec: Codec
-    layout: Layout
+    layout: Blocks
     rule: Visibility
     scale: float
     groups: int  # query heads that share a KV head of the records
-    slots: int  # of an entry, without padding
+    slots: int  # of an entry, in whole groups of tokens, without other padding
     soft_cap: float | None = None
     precision: Any = None
     view: BlockView | None = None
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Tells of each plane how many tokens an entry of its token axis serves."""
+        return {n: p.stride for n, p in self.codec.planes(self.spec, 1).items()}
 
     def read_spec(self, num_heads: int) -> KVSpec:
         """The record that `num_heads` queries, a device's share, fit."""
@@ -96,13 +102,16 @@ def choose_tile(how: Reading, cpu: bool, query: jax.Array, planes: Planes) -> Ti
     if how.layout.per_head or (cpu and how.view is None):
         heads, (low, high) = 1, CPU_SLOTS
         # Many query rows pay for the traffic of a larger block.
-        want = max(CPU_BLOCK_BYTES // max(_slot_bytes(x, K) for x in planes.values()), 2 * M)
+        strides = how.strides
+        widest = max(_slot_bytes(x, K) // strides[n] for n, x in planes.items())
+        want = max(CPU_BLOCK_BYTES // max(widest, 1), 2 * M)
     else:
         heads, (low, high) = K, DEVICE_SLOTS
         want = high
     want = min(want, high, BLOCK_SCORES // (heads * M))
     want = max(low, 2 ** int(np.log2(max(want, 1))))
-    return Tile(slots, how.layout.tile(slots, want), heads, K)
+    step = tokens_together(how.codec)
+    return Tile(slots, step * how.layout.tile(slots // step, max(1, want // step)), heads, K)
 
 
 def _slot_bytes(plane: jax.Array, kv_heads: int) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache.codecs import TILE_LANES, Codec, Plane, Planes, restored
+from jaxkv.cache.grouped import Grouped, tokens_together
 from jaxkv.cache.index import Moves, take_rows
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import pad_width
@@ -37,6 +38,8 @@ class Records:
       codec: How it is stored.
       lanes: The minor width of every plane is a multiple of this (128 on TPU).
       slots: S without padding, the slots of one entry.
+      rest: The newest tokens as they are, name -> array `[B, heads, slots, ...]`, of a codec that
+        encodes whole groups of tokens; else none.
     """
 
     planes: Planes
@@ -44,16 +47,33 @@ class Records:
     codec: Codec = static()
     lanes: int = static()
     slots: int = static()
+    rest: Planes = dataclasses.field(default_factory=dict)
 
-    def moved(self, moves: Moves) -> Records:
-        """Moves entries as the layout asks for: copies happen in place, one entry at a time."""
+    @property
+    def whole_slots(self) -> int:
+        """Slots of one entry in whole groups of the tokens that the codec encodes together."""
+        group = tokens_together(self.codec)
+        return -(-self.slots // group) * group
+
+    def moved(self, moves: Moves, rows: jax.Array | None = None) -> Records:
+        """Moves entries as the layout asks for: copies happen in place, one entry at a time.
+
+        With `rows`, row i becomes what row `rows[i]` was: its residual moves along.
+        """
         planes, axes = self.planes, self.axes()
         if moves.take is not None:
             planes = {n: take_rows(x, moves.take, axes[n]) for n, x in planes.items()}
         if moves.source is not None and moves.target is not None:
             in_axes = (axes, ("batch",), ("batch",))
             planes = local(_copied, in_axes, axes)(planes, moves.source, moves.target)
-        return dataclasses.replace(self, planes=planes)
+        rest, axes = self.rest, self.rest_axes()
+        if rows is not None:
+            rest = {n: take_rows(x, rows, axes[n]) for n, x in rest.items()}
+        return dataclasses.replace(self, planes=planes, rest=rest)
+
+    def rest_axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Names the logical axes of every plane of the residual."""
+        return {n: plane_axes(x.shape[1], x.ndim) for n, x in self.rest.items()}
 
     def axes(self) -> dict[str, tuple[str | None, ...]]:
         """Names the logical axes of every plane."""
@@ -89,6 +109,7 @@ def create_records(
     slots: int,
     lanes: int = 1,
     fill: Callable[..., Any] = jnp.zeros,
+    rows: int | None = None,
 ) -> Records:
     """Allocates the records of one layer, every plane a buffer of its own.
 
@@ -99,53 +120,106 @@ def create_records(
       slots: S, in tokens.
       lanes: Multiple that minor widths are padded to.
       fill: Called as `fill(shape, dtype)`; `jax.ShapeDtypeStruct` counts without allocating.
+      rows: B, where that is not E: what a codec keeps of each row beside the entries.
 
     Returns:
       Empty records.
     """
-    planes = codec.planes(spec, lanes)
-    rows = _rows(planes, slots, lanes)
-    arrays = {n: fill((entries, p.heads, rows, *p.trailing), p.dtype) for n, p in planes.items()}
-    return Records(arrays, spec, codec, lanes, slots)
+
+    def arrays(planes: dict[str, Plane], entries: int, slots: int) -> Planes:
+        sizes = _rows(planes, slots, lanes)
+        return {
+            n: fill((entries, p.heads, sizes[n], *p.trailing), p.dtype) for n, p in planes.items()
+        }
+
+    group, rest = tokens_together(codec), {}
+    if isinstance(codec, Grouped):
+        kept = codec.newest.planes(spec, lanes)
+        rest = arrays(kept, entries if rows is None else rows, codec.rest_slots)
+    stored = arrays(codec.planes(spec, lanes), entries, -(-slots // group) * group)
+    return Records(stored, spec, codec, lanes, slots, rest)
 
 
-def _rows(planes: dict[str, Plane], slots: int, lanes: int) -> int:
-    """Pads slots to whole tiles where channels are padded to lanes.
+def _rows(planes: dict[str, Plane], slots: int, lanes: int) -> dict[str, int]:
+    """Sizes each plane's token axis: slots, padded to whole tiles where there are lanes.
 
     XLA gives a TPU array whose last two axes are no whole tiles another layout, and copies the
     whole cache into it at every step.
     """
-    if lanes == 1:
-        return slots
-    step = max(TILE_BITS // _bits(p.dtype) for p in planes.values() if p.trailing)
-    return -(-slots // step) * step
+    by_token = [p for p in planes.values() if p.trailing and p.stride == 1]
+    most = max(TILE_BITS // _bits(p.dtype) for p in by_token)
+
+    def size(plane: Plane) -> int:
+        step = 1 if lanes == 1 else most if plane.stride == 1 else TILE_BITS // _bits(plane.dtype)
+        return -(-slots // plane.stride // step) * step
+
+    return {n: size(p) for n, p in planes.items()}
 
 
 def converted(old: Records, codec: Codec | None, lanes: int | None) -> Records:
-    """Stores the same tokens in another codec (default: the same) or with other lane padding."""
+    """Stores the same tokens in another codec (default: the same) or with other lane padding.
+
+    Of codecs that encode whole groups of tokens, lanes alone; see `recoded` for the rest.
+    """
     lanes = old.lanes if lanes is None else lanes
     if lanes < 1:
         raise ValueError(f"lanes={lanes}: want at least 1.")
-    new = old.codec if codec is None else codec.resolve(_decoded_dtype(old))
-    planes = new.planes(old.spec, lanes)
-    rows = _rows(planes, old.slots, lanes)
+    new = old.codec if codec is None else codec.resolve(decoded_dtype(old))
+    if new == old.codec:
+        return _padded(old, lanes)
 
     def recode(stored: Planes) -> Planes:
-        if new == old.codec:  # what is stored is never encoded again
-            # Lane padding goes before the dtype does: packed integers are halves of a whole.
-            there = old.codec.planes(old.spec, old.lanes)
-            coded = {n: x[..., : there[n].width] if x.ndim > 3 else x for n, x in stored.items()}
-        else:
-            key, value = old.codec.decode(old.spec, stored)
-            coded = new.encode(old.spec, key, None if old.spec.value_offset is not None else value)
-        return {n: _fitted(x, planes[n], old.slots, rows) for n, x in coded.items()}
+        key, value = old.codec.decode(old.spec, stored)
+        return new.encode(old.spec, key, None if old.spec.value_offset is not None else value)
+
+    return _stored(old, new, lanes, recode)
+
+
+def _stored(old: Records, codec: Codec, lanes: int, recode: Callable[[Planes], Planes]) -> Records:
+    """Stores what `recode` makes of the planes of `old`, on each device for itself."""
+    planes, group = codec.planes(old.spec, lanes), tokens_together(codec)
+
+    def made(stored: Planes) -> Planes:
+        return fitted(recode(stored), planes, -(-old.slots // group) * group, lanes)
 
     out_axes = {n: plane_axes(p.heads, 3 + len(p.trailing)) for n, p in planes.items()}
-    recoded = local(recode, (old.axes(),), out_axes)(old.planes)
-    return Records(recoded, old.spec, new, lanes, old.slots)
+    found = local(made, (old.axes(),), out_axes)(old.planes)
+    return Records(found, old.spec, codec, lanes, old.slots)
 
 
-def _decoded_dtype(records: Records) -> Any:
+def _padded(old: Records, lanes: int) -> Records:
+    """Gives the same bits other lane padding: what is stored is never encoded again."""
+
+    def bare(planes: dict[str, Plane], stored: Planes) -> Planes:
+        # Lane padding goes before the dtype does: packed integers are parts of a whole.
+        cut = {n: x[..., : planes[n].width] if x.ndim > 3 else x for n, x in stored.items()}
+        return {n: restored(x, planes[n].code or x.dtype) for n, x in cut.items()}
+
+    out = _stored(
+        old, old.codec, lanes, functools.partial(bare, old.codec.planes(old.spec, old.lanes))
+    )
+    if not isinstance(old.codec, Grouped):
+        return out
+    codec, there = old.codec, old.codec.newest.planes(old.spec, old.lanes)
+    wanted = codec.newest.planes(old.spec, lanes)
+
+    def kept(rest: Planes) -> Planes:
+        return fitted(bare(there, rest), wanted, codec.rest_slots, lanes)
+
+    axes = old.rest_axes()
+    return dataclasses.replace(out, rest=local(kept, (axes,), axes)(old.rest))
+
+
+def fitted(coded: Planes, planes: dict[str, Plane], slots: int, lanes: int) -> Planes:
+    """Stores codes `[E, heads, S, ...]` in planes of `slots` slots, cut or padded."""
+    rows = _rows(planes, slots, lanes)
+    return {n: _fitted(x, planes[n], slots // planes[n].stride, rows[n]) for n, x in coded.items()}
+
+
+def decoded_dtype(records: Records) -> Any:
+    """Tells the dtype that records are read back in: of the exact tokens, where there are some."""
+    if isinstance(records.codec, Grouped):
+        return records.codec.newest.dtype
     decode = functools.partial(records.codec.decode, records.spec)
     shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in records.planes.items()}
     return jax.eval_shape(decode, shapes)[0].dtype
@@ -153,8 +227,9 @@ def _decoded_dtype(records: Records) -> Any:
 
 def _fitted(x: jax.Array, plane: Plane, slots: int, rows: int) -> jax.Array:
     """Stores codes `[E, heads, S, ...]` in a plane's dtype, slots and channels cut or padded."""
-    more = [(0, 0), (0, 0), (0, rows - slots)] + [(0, 0)] * (x.ndim - 3)
-    x = jnp.pad(restored(x[:, :, :slots], plane.dtype), more)
+    x = restored(x[:, :, :slots], plane.dtype)
+    more = [(0, 0), (0, 0), (0, rows - x.shape[2])] + [(0, 0)] * (x.ndim - 3)
+    x = jnp.pad(x, more)
     if not plane.trailing:
         return x
     return pad_width(x[..., : plane.width], plane.trailing[-1])
@@ -163,16 +238,21 @@ def _fitted(x: jax.Array, plane: Plane, slots: int, rows: int) -> jax.Array:
 def bytes_per_token(spec: KVSpec, codec: Codec) -> int:
     """Counts the bytes of one token in one layer, as specified, without any padding.
 
+    What a group of tokens shares counts for each by its part, rounded up to whole bytes together;
+    a residual of the newest tokens, which does not grow with the row, is left out.
+
     >>> from jaxkv.cache.codecs import Raw
     >>> 61 * bytes_per_token(KVSpec(1, 576, 512, value_offset=0), Raw(jnp.bfloat16))  # DeepSeek-V3
     70272
     """
 
-    def one(plane: Plane) -> int:
-        own = (*plane.trailing[:-1], plane.width) if plane.trailing else ()
-        return plane.heads * math.prod(own) * _bits(plane.dtype)
+    group = tokens_together(codec)
 
-    return sum(one(p) for p in codec.planes(spec, 1).values()) // 8
+    def of_group(plane: Plane) -> int:
+        own = (*plane.trailing[:-1], plane.width) if plane.trailing else ()
+        return plane.heads * math.prod(own) * _bits(plane.dtype) * group // plane.stride
+
+    return -(-sum(of_group(p) for p in codec.planes(spec, 1).values()) // (8 * group))
 
 
 def leaf_bytes(leaf: Any) -> int:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import UNBOUNDED, Index, Layout
+from jaxkv.cache.pairs import check_pair
 from jaxkv.cache.plans import Group
 from jaxkv.cache.records import Records, create_records
 from jaxkv.core.sharding import axis_size
@@ -32,9 +33,12 @@ def relaid(
       would keep a token that is there no more, or does not fit, comes out empty and `refused`.
 
     Raises:
-      ValueError: If a capacity is needed and not given, if heads keep different tokens, or on a
+      ValueError: If a capacity is needed and not given, a codec does not fit the layout, if heads
+        keep different tokens, or on a
         mesh that splits rows.
     """
+    for records in layers:
+        check_pair(layout, records.codec)
     if axis_size("batch") > 1:
         raise ValueError("a layout cannot be changed on a mesh that splits rows over devices.")
     if group.layout.per_head:
@@ -52,7 +56,9 @@ def relaid(
     new_entry, new_slot, wanted = layout.places(index, slots)
     found, at = _find(order, wanted)
     lost = jnp.any((wanted >= 0) & ~found, axis=1) | (index.lengths < old.lengths)
-    index = layout.reset(dataclasses.replace(index, overflowed=old.overflowed), lost)
+    # The residual of exact tokens, if there is one, stays as it is: so does its mark.
+    index = dataclasses.replace(index, overflowed=old.overflowed, high=old.high)
+    index = layout.reset(index, lost)
     index = dataclasses.replace(index, refused=old.refused | lost)
     # Where each slot of the new records comes from; nothing comes from an entry past the end.
     source = (jnp.take_along_axis(x, at, axis=1) for x in (entry, slot))
@@ -83,13 +89,17 @@ def _moved(
     columns: jax.Array,
     filled: jax.Array,
 ) -> Records:
-    new = create_records(old.spec, old.codec, entries, slots, old.lanes)
+    new = create_records(old.spec, old.codec, entries, slots, old.lanes, rows=0)
 
-    def taken(x: jax.Array, into: jax.Array) -> jax.Array:
-        picked = jnp.moveaxis(x, 2, 1)[rows, columns]  # [E, S, heads, ...]
-        mask = filled.reshape(filled.shape + (1,) * (picked.ndim - 2))
+    def taken(x: jax.Array, into: jax.Array, stride: int) -> jax.Array:
+        # Groups of tokens lie side by side, and begin at a multiple of their size.
+        there = columns[:, ::stride] // stride
+        picked = jnp.moveaxis(x, 2, 1)[rows[:, ::stride], there]  # [E, S, heads, ...]
+        mask = filled[:, ::stride]
+        mask = mask.reshape(mask.shape + (1,) * (picked.ndim - 2))
         picked = jnp.where(mask, picked, jnp.zeros((), x.dtype))
-        return into.at[:, :, :slots].set(jnp.moveaxis(picked, 1, 2))
+        return into.at[:, :, : picked.shape[1]].set(jnp.moveaxis(picked, 1, 2))
 
-    planes: Planes = {n: taken(x, new.planes[n]) for n, x in old.planes.items()}
-    return dataclasses.replace(new, planes=planes)
+    strides = {n: p.stride for n, p in old.codec.planes(old.spec, 1).items()}
+    planes: Planes = {n: taken(x, new.planes[n], strides[n]) for n, x in old.planes.items()}
+    return dataclasses.replace(new, planes=planes, rest=old.rest)

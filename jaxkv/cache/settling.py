@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache.codecs import Planes
-from jaxkv.cache.index import Index, Plan, index_axes
+from jaxkv.cache.index import Index, Layout, Plan, index_axes
 from jaxkv.cache.reading import Reading
 from jaxkv.cache.weighing import last_observers, weigh_new, weigh_stored
 from jaxkv.core.sharding import local
@@ -25,6 +25,7 @@ class Attended(NamedTuple):
 
 
 def settle(
+    layout: Layout,
     how: Reading,
     call: Attended,
     planes: Planes,
@@ -36,6 +37,7 @@ def settle(
     """Weighs every token and lets the layout choose which stay.
 
     Args:
+      layout: Which chooses.
       how: The choices of the read.
       call: What was attended with.
       planes: The records, before the step is written.
@@ -50,8 +52,7 @@ def settle(
     """
     call = jax.tree.map(lax.stop_gradient, call)
     heads, plane_axes = axes
-    layout, spec = how.layout, how.spec
-    kept = spec.kv_heads if layout.per_head else 1
+    kept = how.spec.kv_heads if layout.per_head else 1
     (B, T), n = call.query.shape[:2], layout.observed(call.query.shape[1])
     by_head = ("batch", heads, None)
     placed = index_axes(layout, heads)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv.cache.codecs import Codec
+from jaxkv.cache.grouped import Grouped
 from jaxkv.cache.index import (
     Index,
     Layout,
@@ -23,8 +24,9 @@ from jaxkv.cache.index import (
     take_rows,
     unflagged,
 )
-from jaxkv.cache.plans import Group
-from jaxkv.cache.records import Records, bytes_per_token, converted, physical_bytes, tree_bytes
+from jaxkv.cache.plans import Group, marked
+from jaxkv.cache.records import Records, bytes_per_token, physical_bytes, tree_bytes
+from jaxkv.cache.regroup import recoded
 from jaxkv.cache.relayout import relaid
 from jaxkv.core.sharding import Rules, local, named
 from jaxkv.core.trees import check_arrays, is_known
@@ -56,10 +58,13 @@ class Verbs:
     def _groups(self) -> tuple[Group, ...]:
         """Gives the groups that a step extends."""
         layouts, indices, layers, groups = self._parts()
-        return tuple(
-            Group(layouts[g], indices[g], layers[groups.index(g)].slots)
-            for g in range(self._extended())
-        )
+
+        def group(number: int) -> Group:
+            mine = [r for r, g in zip(layers, groups, strict=True) if g == number]
+            codecs = tuple(dict.fromkeys(r.codec for r in mine))
+            return Group(layouts[number], indices[number], mine[0].slots, codecs)
+
+        return tuple(map(group, range(self._extended())))
 
     def _own(self) -> list[Records]:
         """Gives the layers that a step extends."""
@@ -129,7 +134,8 @@ class Verbs:
 
         Returns:
           The cache. A row that does not hold `count` tokens any more is left as it is and
-          flagged `refused`; nothing is lost.
+          flagged `refused`; nothing is lost. So is one of which a codec of whole groups has
+          encoded a token that would be the newest, or a later one.
 
         Raises:
           ValueError: Outside `jit`, if a row is refused.
@@ -151,7 +157,8 @@ class Verbs:
                 ]
 
             # A row that one group refuses is refused by all: layers agree on what a row holds.
-            refused = _any(tuple(index.refused for index, _ in each(count)))
+            lost = (g._replace(index=i).beyond(count) for g, i in zip(groups, indices, strict=True))
+            refused = _any((*(index.refused for index, _ in each(count)), *lost))
             done = each(jnp.where(refused, 0, count))
             new = [dataclasses.replace(index, refused=refused) for index, _ in done]
             return tuple(map(flagged, new, indices)), tuple(m for _, m in done), refused
@@ -236,7 +243,10 @@ class Verbs:
             new.append(dataclasses.replace(emptied, refused=refused))
             moves.append(move)
         new, moves = (*new, *indices[number:]), (*moves, *(Moves() for _ in indices[number:]))
-        moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
+        moved = tuple(
+            r.moved(moves[g], there if g < number else None)
+            for r, g in zip(layers, groups, strict=True)
+        )
         return self._rebuilt(new, moved)
 
     def share(self, rows: jax.Array, count: jax.Array) -> Self:
@@ -312,13 +322,25 @@ class Verbs:
         """
         self.check_alive()
         layouts, indices, layers, groups = self._parts()
-        layers = [converted(r, codec, lanes) for r in layers]
+        if layout is not None and isinstance(codec, Grouped):
+            # The old layout need not fit a codec of whole groups; the new one has to.
+            moved = self.convert(layout=layout, capacity=capacity)
+            return moved.convert(codec=codec, lanes=lanes)
+        layers = [
+            recoded(r, codec, lanes, layouts[g], indices[g])
+            for r, g in zip(layers, groups, strict=True)
+        ]
+        indices = tuple(
+            marked(index, *(r.codec for r, g in zip(layers, groups, strict=True) if g == number))
+            for number, index in enumerate(indices)
+        )
         if layout is None:
             return self._rebuilt(indices, tuple(layers))
         made: list[tuple[Layout, Index]] = []
         new_groups = dict.fromkeys(range(len(layers)), 0)
         for number, group in enumerate(self._groups()):
             mine = [i for i, g in enumerate(groups) if g == number]
+            group = group._replace(index=indices[number])
             # Layers that keep different tokens part company.
             for apart in [[i] for i in mine] if layout.per_layer else [mine]:
                 fitted = layout.fitted(layers[apart[0]].spec)
@@ -373,7 +395,9 @@ class Verbs:
 
         placed = tuple(
             dataclasses.replace(
-                r, planes={n: named(mesh, r.axes()[n], x.shape, rules) for n, x in r.planes.items()}
+                r,
+                planes={n: named(mesh, r.axes()[n], x.shape, rules) for n, x in r.planes.items()},
+                rest={n: named(mesh, r.rest_axes()[n], x.shape, rules) for n, x in r.rest.items()},
             )
             for r in layers
         )

@@ -49,14 +49,14 @@ def write_windows(planes: Planes, new: Planes, jobs: Jobs) -> Planes:
     scatter relayouts 8-bit and 64-wide caches and unrolled windows copy the cache.
     """
     jobs, live = jobs.live_first()
-    frames = {name: _framed(x, planes[name], jobs.width) for name, x in new.items()}
+    frames = {name: framed(x, planes[name], jobs.width) for name, x in new.items()}
 
     def body(j: jax.Array, planes: Planes) -> Planes:
         out = dict(planes)
         for name, frame in frames.items():
             old = _slot_window(planes[name], jobs, j)
             kept = jnp.where(_chosen(jobs, j, old), _token_window(frame, jobs, j), old)
-            out[name] = _put(planes[name], kept, jobs.entry[j], jobs.slot[j], _head(jobs, j))
+            out[name] = put_window(planes[name], kept, jobs.entry[j], jobs.slot[j], _head(jobs, j))
         return out
 
     return lax.fori_loop(0, live, body, dict(planes))
@@ -71,7 +71,7 @@ def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes
     new, jobs = saved
     jobs, live = jobs.live_first()
     floats = {n: g for n, g in grads.items() if jnp.issubdtype(new[n].dtype, jnp.floating)}
-    frames = {n: jnp.zeros_like(_framed(new[n], g, jobs.width)) for n, g in floats.items()}
+    frames = {n: jnp.zeros_like(framed(new[n], g, jobs.width)) for n, g in floats.items()}
 
     def body(j: jax.Array, carry: tuple[Planes, Planes]) -> tuple[Planes, Planes]:
         slots, tokens = dict(carry[0]), dict(carry[1])
@@ -80,9 +80,10 @@ def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes
             chosen = _chosen(jobs, j, grad)
             given = jnp.where(chosen, grad, _token_window(tokens[name], jobs, j))
             place = jobs.offset[j] + jobs.width
-            tokens[name] = _put(tokens[name], given, jobs.row[j], place, _head(jobs, j))
+            tokens[name] = put_window(tokens[name], given, jobs.row[j], place, _head(jobs, j))
             left = jnp.where(chosen, jnp.zeros_like(grad), grad)
-            slots[name] = _put(slots[name], left, jobs.entry[j], jobs.slot[j], _head(jobs, j))
+            where = (jobs.entry[j], jobs.slot[j], _head(jobs, j))
+            slots[name] = put_window(slots[name], left, *where)
         return slots, tokens
 
     slots, tokens = lax.fori_loop(0, live, body, (floats, frames))
@@ -91,6 +92,21 @@ def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes
 
 
 write_windows.defvjp(_forward, _backward)
+
+
+def zero_after(x: jax.Array) -> jax.Array:
+    """Makes an int32 0 that can only be known once `x`, not empty, is computed.
+
+    XLA writes a buffer in place only if it can prove that all readers are done. Where a write
+    shares no data with a read, and barriers are gone when copies are inserted, this orders them.
+    """
+    first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
+    else:
+        bits = first.astype(jnp.int32)
+    # Always 0, whatever the bits are, but not to a compiler that simplifies without ranges.
+    return jnp.minimum(bits & 1, 0)
 
 
 def zero_cotangent(x: jax.Array) -> Any:
@@ -119,13 +135,14 @@ def add_window(
     return lax.dynamic_update_slice(x, old + window, _corner(x, entry, head, slot))
 
 
-def _put(
+def put_window(
     x: jax.Array,
     window: jax.Array,
     entry: jax.Array,
     slot: jax.Array,
-    heads: tuple[jax.Array, int] | None,
+    heads: tuple[jax.Array, int] | None = None,
 ) -> jax.Array:
+    """Puts a window where `window_of` takes one."""
     head = heads[0] if heads is not None else jnp.zeros_like(entry)
     return lax.dynamic_update_slice(x, window, _corner(x, entry, head, slot))
 
@@ -155,7 +172,7 @@ def _chosen(jobs: Jobs, j: jax.Array, like: jax.Array) -> jax.Array:
     return chosen.reshape((1, 1, jobs.width) + (1,) * (like.ndim - 3))
 
 
-def _framed(new: jax.Array, plane: jax.Array, width: int) -> jax.Array:
+def framed(new: jax.Array, plane: jax.Array, width: int) -> jax.Array:
     """Pads tokens by a window on both sides and channels up to the plane's lanes."""
     lanes = [(0, want - have) for want, have in zip(plane.shape[3:], new.shape[3:], strict=True)]
     return jnp.pad(new, [(0, 0), (0, 0), (width, width), *lanes])

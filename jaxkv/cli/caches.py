@@ -16,6 +16,7 @@ from jaxkv.cache import (
     Float8,
     Int4,
     Int8,
+    Kivi,
     Layout,
     ModelCache,
     Paged,
@@ -23,6 +24,8 @@ from jaxkv.cache import (
     Ring,
 )
 from jaxkv.cache.codecs import Codec
+from jaxkv.cache.contiguous import Contiguous
+from jaxkv.cache.pairs import check_pair
 from jaxkv.cli.variants import pick
 from jaxkv.models.decoder import Decoder
 
@@ -66,6 +69,8 @@ PARTS = {
     "int8": Part("channels of a scale", lambda group=None: CacheChoice(codec=Int8(group))),
     "int4": Part("channels of a scale", lambda group=None: CacheChoice(codec=Int4(group))),
     "float8": Part("channels of a scale", lambda group=None: CacheChoice(codec=Float8(group))),
+    "kivi": Part("tokens of a group", lambda group=32: CacheChoice(codec=Kivi(4, group))),
+    "kivi2": Part("tokens of a group", lambda group=32: CacheChoice(codec=Kivi(2, group))),
 }
 HELP = (
     f"Caches to set beside the default one, comma-separated: {', '.join(PARTS)}; with a size, "
@@ -107,7 +112,10 @@ def _parse_cache(name: str) -> CacheChoice:
             if field.name in chosen:
                 raise ValueError(f"cache {name!r}: want one {field.name}, not two.")
             chosen[field.name] = value
-    return CacheChoice(**chosen)  # type: ignore[arg-type]
+    choice = CacheChoice(**chosen)  # type: ignore[arg-type]
+    if choice.codec is not None:
+        check_pair(choice.layout or Contiguous(), choice.codec)
+    return choice
 
 
 def _parse_part(part: str) -> CacheChoice:

@@ -167,7 +167,7 @@ def _measure(
 
 def _kept_bytes(cache: ModelCache) -> int:
     """Counts the bytes of all layers' records; block tables and lengths are not among them."""
-    return sum(tree_bytes(layer.planes) for layer in cache.layers)
+    return sum(tree_bytes(layer) for layer in cache.layers)
 
 
 def _train(

@@ -31,7 +31,7 @@ def plan(
         str,
         typer.Option(
             help="Storage: bf16, fp16, fp32, fp8; with scales int8, int4, float8, or int4:32 for "
-            "a scale per 32 channels."
+            "a scale per 32 channels; kivi, kivi2, kivi8, or kivi:32 for groups of 32 tokens."
         ),
     ] = "bfloat16",
     devices: Annotated[

@@ -12,6 +12,8 @@ import jax
 from jaxkv.cache.codecs import Codec
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import gather_layers
+from jaxkv.cache.pairs import check_pair
+from jaxkv.cache.plans import marked
 from jaxkv.cache.records import (
     Records,
     bytes_per_token,
@@ -35,7 +37,8 @@ class Storage:
 
     Args:
       dtype: How a record is stored: bf16, fp16, fp32, fp8 or JAX's name of a dtype, as it is; or
-        int8, int4, float8, which have scales, one for a group of channels as in `int4:32`.
+        int8, int4, float8, which have scales, one for a group of channels as in `int4:32`; or
+        kivi, kivi2, kivi8, with `kivi:32` for groups of 32 tokens, whose newest are bfloat16.
       policy: The layout of each layer.
       chip: Where they lie; `None` is a place without padding.
 
@@ -70,7 +73,7 @@ class Storage:
         """Counts the bytes of one row in one layer, as specified: its slots or its state."""
         if layer.spec is None:
             return layer.state_bytes
-        return tree_bytes(self._records(layer, layer.spec, 1, context, 1).planes)
+        return tree_bytes(self._records(layer, layer.spec, 1, context, 1))
 
     def token_bytes(self, geometry: ModelGeometry) -> int:
         """Counts the bytes that one token leaves behind in all layers, as specified."""
@@ -126,7 +129,9 @@ class Storage:
         layers = []
         for layer, spec in stored:
             layout = self.policy.layout(layer)
-            index = jax.eval_shape(lambda layout=layout: layout.create(rows, context))
+            index = jax.eval_shape(
+                lambda layout=layout: marked(layout.create(rows, context), self.codec)
+            )
             records = self._records(layer, spec, rows, context, lanes)
             layers.append(LayerCache(index, records, None, layout, replicas=1, context=False))
         # Equal layers share an index, so one of each kind gives every index, but for layouts
@@ -137,7 +142,7 @@ class Storage:
             if made.layout.per_layer
         )
         records = sum(
-            counts[layer] * measure(made.records.planes)
+            counts[layer] * measure(made.records)
             for (layer, _), made in zip(stored, layers, strict=True)
         )
         states = rows * _over_layers(geometry, lambda layer: layer.state_bytes)
@@ -147,8 +152,11 @@ class Storage:
         self, layer: LayerSpec, spec: KVSpec, rows: int, context: int, lanes: int
     ) -> Records:
         """Makes the shapes of a layer's records as `create_layer` allocates them."""
-        entries, slots = self.policy.layout(layer).storage(rows, context)
-        return create_records(spec, self.codec, entries, slots, lanes, jax.ShapeDtypeStruct)
+        layout = self.policy.layout(layer)
+        check_pair(layout, self.codec)
+        entries, slots = layout.storage(rows, context)
+        fill = jax.ShapeDtypeStruct
+        return create_records(spec, self.codec, entries, slots, lanes, fill, rows)
 
 
 def _most(fits: Callable[[int], bool]) -> int | None:

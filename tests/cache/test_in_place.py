@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.cache import KVSpec, LayerCache, ModelCache, Raw, create_layer, gather_layers
+from jaxkv.cache import Kivi, KVSpec, LayerCache, ModelCache, Raw, create_layer, gather_layers
 from jaxkv.testing.hlo import assert_in_place, cache_sized_ops
 from tests.cache.support import scoring
 
@@ -107,6 +107,17 @@ def test_several_new_tokens_are_in_place(kind: str, batch: int, dtype: str) -> N
     cache = abstract(kind, batch, DTYPES[dtype])
     step = compiled(layer_step(kind), cache, new_tokens(kind, batch, 5, DTYPES[dtype]))
     assert_in_place(step, cache, extra=activations(kind, batch, 5))
+
+
+@pytest.mark.parametrize(
+    ("number", "batch"), [(4, 1), *(pytest.param(n, 8, marks=pytest.mark.full) for n in (2, 4, 8))]
+)
+def test_jax_05_a_step_that_flushes_groups_is_in_place(number: int, batch: int) -> None:
+    # Codes, scales and the residual of exact tokens, each read and written in the same step.
+    codec = Kivi(number, dtype=jnp.bfloat16)
+    cache = jax.eval_shape(lambda: create_layer(REAL["gqa"][0], codec, batch, S))
+    tokens = new_tokens("gqa", batch, 1, jnp.bfloat16)
+    assert_in_place(compiled(layer_step("gqa"), cache, tokens), cache)
 
 
 def test_a_loop_of_steps_on_the_device_is_in_place() -> None:

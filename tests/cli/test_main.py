@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxkv.cache import Contiguous, Float8, Int4, Int8, Paged, Raw, Ring
+from jaxkv.cache import Contiguous, Float8, Int4, Int8, Kivi, Paged, Raw, Ring
 from jaxkv.cli.caches import PARTS, CacheChoice, parse_caches
 from jaxkv.cli.generate import talk
 from jaxkv.cli.main import run
@@ -98,7 +98,9 @@ def test_compare_sets_caches_beside_the_default_one(
 
 
 def test_names_of_caches_give_layout_and_codec() -> None:
-    given = " ring:256, PAGED:16+int4 ,int4:32+ring,sinks:60,float8,bfloat16+paged"
+    given = (
+        " ring:256, PAGED:16+int4 ,int4:32+ring,sinks:60,float8,bfloat16+paged,kivi,kivi2:8+paged"
+    )
     assert parse_caches(given) == {
         "ring:256": CacheChoice(Ring(256)),
         "paged:16+int4": CacheChoice(Paged(16), Int4()),
@@ -106,6 +108,8 @@ def test_names_of_caches_give_layout_and_codec() -> None:
         "sinks:60": CacheChoice(Ring(60, pinned=4)),
         "float8": CacheChoice(None, Float8()),
         "bfloat16+paged": CacheChoice(Paged(64), Raw("bfloat16")),
+        "kivi": CacheChoice(None, Kivi()),
+        "kivi2:8+paged": CacheChoice(Paged(64), Kivi(bits=2, group=8)),
     }
     model = make_decoder("gqa", SIZES["tiny"])
     made = parse_caches("int8")["int8"].make(model, 3, 32)
@@ -127,6 +131,7 @@ def test_names_of_caches_give_layout_and_codec() -> None:
         ("ring+paged", "cache 'ring+paged': want one layout, not two"),
         ("int8+int4", "cache 'int8+int4': want one codec, not two"),
         ("int8+int8", "want one codec, not two"),
+        ("ring:64+kivi", "fits Contiguous(), and Paged of a multiple of the codec's group"),
         ("int8,ring,ring:256", "want each cache once"),
         (" ,", "at least one"),
     ],

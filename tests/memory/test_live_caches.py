@@ -12,6 +12,7 @@ from jaxkv.attention import GroupedQueryAttention
 from jaxkv.cache.codecs import Codec, Raw
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Layout
+from jaxkv.cache.kivi import Kivi
 from jaxkv.cache.layer_cache import create_layer
 from jaxkv.cache.model_cache import ModelCache, gather_layers
 from jaxkv.cache.paged import Paged
@@ -57,6 +58,12 @@ CODECS: dict[str, Codec] = {
     "int4:8": Int4(8),
     "float8": Float8(),
 }
+# Codecs of whole groups of tokens, which rings do not keep.
+GROUPED: dict[str, Codec] = {
+    "kivi:4": Kivi(group=4, dtype=jnp.bfloat16),
+    "kivi2:2": Kivi(2, 2, dtype=jnp.bfloat16),
+    "kivi8:4": Kivi(8, 4, dtype=jnp.bfloat16),
+}
 POLICIES = ("window", "full", "pages:4")
 
 
@@ -74,7 +81,7 @@ def real_cache(
         [
             create_layer(
                 layer.spec,
-                CODECS[dtype],
+                {**CODECS, **GROUPED}[dtype],
                 batch,
                 capacity,
                 layout=layout_of(layer, policy),
@@ -92,6 +99,12 @@ def live_bytes(tree: object) -> int:
 
 
 GRID = [(name, policy, dtype) for name in MODELS for policy in POLICIES for dtype in CODECS]
+GRID += [
+    (name, policy, dtype)
+    for name in ("gqa", "mla", "tied")
+    for policy in ("full", "pages:4")
+    for dtype in GROUPED
+]
 
 
 @pytest.mark.parametrize(("name", "policy", "dtype"), GRID)
@@ -108,7 +121,7 @@ def test_planned_bytes_are_those_of_a_short_row(name: str, policy: str, dtype: s
     cache = real_cache(MODELS[name], dtype, policy, 1, 3)
     found = plan(MODELS[name], context=3, dtype=dtype, policy=policy)
     assert found.nbytes == live_bytes(cache)
-    assert found.sequence_bytes == live_bytes([records.planes for records in cache.layers])
+    assert found.sequence_bytes == live_bytes(cache.layers)
 
 
 @pytest.mark.parametrize(("name", "policy", "dtype"), GRID)
@@ -182,6 +195,22 @@ def test_planned_bytes_are_those_of_a_model_whose_last_layers_read_others() -> N
     assert found.nbytes == cache.nbytes == live_bytes(cache)
     assert found.bytes_per_token == cache.bytes_per_token == 3 * 2 * 2 * (8 + 4)
     assert found.notes[0] == "3 layers read what others keep, which is counted once."
+
+
+def test_a_ring_of_groups_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"Ring\(window=5.* with Kivi\(.* fits Contiguous\(\)"):
+        plan(MODELS["gemma3"], context=13, dtype="kivi:4")
+    assert plan(MODELS["gemma3"], context=13, dtype="kivi:4", policy="full").nbytes
+
+
+def test_a_residual_by_hand() -> None:
+    found = plan(MODELS["gqa"], context=100, batch=4, dtype="kivi:16")
+    # 112 slots in 2 layers of 2 heads: codes and a value's scale and zero point, those of each
+    # key channel for 16 tokens, and 48 exact tokens of 2 bytes.
+    slots = 112 * ((24 + 16) // 2 + 2 * 4) + 112 // 16 * 24 * 2 * 4
+    row = 2 * 2 * (slots + 48 * (24 + 16) * 2)
+    assert found.sequence_bytes == row and found.nbytes == 4 * (row + 6 + 4)
+    assert found.bytes_per_token == 2 * 2 * (20 + 8 + 24 * 8 // 16)
 
 
 def test_pages_by_hand() -> None:
