@@ -99,12 +99,8 @@ def live_bytes(tree: object) -> int:
 
 
 GRID = [(name, policy, dtype) for name in MODELS for policy in POLICIES for dtype in CODECS]
-GRID += [
-    (name, policy, dtype)
-    for name in ("gqa", "mla", "tied")
-    for policy in ("full", "pages:4")
-    for dtype in GROUPED
-]
+GRID += [("gqa", "full", dtype) for dtype in GROUPED]
+GRID += [(name, "pages:4", "kivi:4") for name in ("gqa", "mla", "tied")]
 
 
 @pytest.mark.parametrize(("name", "policy", "dtype"), GRID)
