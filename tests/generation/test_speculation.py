@@ -100,6 +100,16 @@ def test_a_stop_token_in_a_draft_ends_the_row_and_drafts_take_no_room_for_good(p
     check_cache(model(), made, texts(made))
 
 
+@full
+def test_a_second_model_is_kept_in_step() -> None:
+    # One that drafts for itself is always right, unless its cache lacks a token.
+    given = dict(stop_tokens=STOP, cache=cache(), decoding=DraftModel(model(), draft=4))
+    made = generate(model(), PROMPTS, max_new_tokens=NEW, **given)
+    assert made.rows() == plain().rows()
+    # 19 tokens after the first: 3 steps of 5 and one of 4, of which all but one are drafts.
+    assert made.accepted.tolist()[:2] == made.drafted.tolist()[:2] == [15, 15]
+
+
 def test_streaming_continuing_and_a_full_cache() -> None:
     pieces: list[list[list[int]]] = []
     given = dict(stop_tokens=STOP, decoding=drafter("lookup"), max_new_tokens=NEW)
@@ -199,10 +209,10 @@ def test_verified_drafts_are_distributed_as_the_target(drawn: bool) -> None:
 
 @pytest.mark.parametrize("how", [pytest.param("lookup", marks=full), "model"])
 def test_drawn_text_is_distributed_as_without_speculation(how: str) -> None:
-    vocab, rows, prompt = 5, 1000, [1, 2, 3, 1, 2]
+    vocab, rows, prompt = 5, 3000, [1, 2, 3, 1, 2]
     target = model(seed=3, vocab=vocab)
-    sampling = Sampling(2.0, top_k=4, min_p=0.02)
-    decoding = PromptLookup(2, 2) if how == "lookup" else DraftModel(model(4, vocab), 2)
+    sampling = Sampling(4.0, top_k=4, min_p=0.02)
+    decoding = PromptLookup(2, 2) if how == "lookup" else DraftModel(model(7, vocab), 2)
     prompts = np.tile(np.array(prompt, np.int32), (rows, 1))
     draw = functools.partial(
         generate, target, max_new_tokens=3, sampling=sampling, decoding=decoding, seed=7
