@@ -41,6 +41,12 @@ class Group(NamedTuple):
                 out |= index.lengths - count < codec.flushed(index.high)
         return out & (count > 0)
 
+    @property
+    def rollback_limit(self) -> int:
+        """Tokens that can always be taken back: as far as the layout and every residual go."""
+        residuals = [codec.group for codec in self.codecs if isinstance(codec, Grouped)]
+        return min([self.layout.rollback_limit(self.slots), *residuals])
+
 
 def marked(index: Index, *codecs: Codec) -> Index:
     """Gives an index the high-water mark that codecs of whole groups need, or takes it away."""

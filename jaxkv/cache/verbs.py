@@ -124,7 +124,7 @@ class Verbs:
     @property
     def rollback_limit(self) -> int:
         """Tokens that `rollback` can always take back from rows that hold so many."""
-        return min(g.layout.rollback_limit(g.slots) for g in self._groups())
+        return min(group.rollback_limit for group in self._groups())
 
     def rollback(self, count: jax.Array) -> Self:
         """Takes back the last tokens of each row.

@@ -134,6 +134,9 @@ def test_what_does_not_go_together_is_named() -> None:
     run = functools.partial(generate, model(), PROMPTS, max_new_tokens=4)
     with pytest.raises(ValueError, match="draft=5: this cache can take back 4 tokens"):
         run(decoding=PromptLookup(draft=5), cache=cache("ring"))
+    for given in (dict(codec=jaxkv.Kivi(group=4)), dict(layout=jaxkv.Evicting(16, jaxkv.H2O()))):
+        with pytest.raises(ValueError, match="this cache can take back [04] tokens"):
+            run(decoding=PromptLookup(draft=5), cache=model().init_cache(3, 32, **given))
     with pytest.raises(ValueError, match="draft model of 7 tokens for a model of 11"):
         run(decoding=DraftModel(model(vocab=7)))
     with pytest.raises(ValueError, match="a draft by None: want a Decoder"):
