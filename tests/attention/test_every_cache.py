@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every variant with every layout and codec: exact where the codec is, else within its bound.
+
+By default a covering set runs, in which every pair of two choices meets; `-m full` runs them all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxkv.attention import (
+    CrossAttention,
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    MultiQueryAttention,
+    ScoreOptions,
+)
+from jaxkv.attention.latent_view import LatentWeights, absorb
+from jaxkv.cache import (
+    H2O,
+    Codec,
+    Contiguous,
+    Evicting,
+    Float8,
+    Int4,
+    Int8,
+    Kivi,
+    LayerCache,
+    Layout,
+    Paged,
+    Raw,
+    Ring,
+)
+from jaxkv.core.rotary import Rotary
+from jaxkv.testing.suite import call, feed, quick_jit
+from jaxkv.testing.tolerances import assert_close
+
+ROWS, LENGTH, WIDTH = 2, 12, 16
+ROTARY = Rotary(100.0)
+VARIANTS = {
+    "mha": functools.partial(MultiHeadAttention, WIDTH, 4, rotary=ROTARY),
+    "mqa": functools.partial(MultiQueryAttention, WIDTH, 4, rotary=ROTARY),
+    "gqa": functools.partial(GroupedQueryAttention, WIDTH, 4, num_kv_heads=2, rotary=ROTARY),
+    "mla": functools.partial(MultiHeadLatentAttention, WIDTH, 4, rotary=ROTARY),
+    "cross": functools.partial(CrossAttention, WIDTH, 4, context_features=WIDTH),
+}
+
+
+class Kept(NamedTuple):
+    """A layout, and what a module must look at for it to keep all of that."""
+
+    layout: Layout
+    options: dict[str, Any]
+    rolls_back: int  # tokens, of a row of LENGTH
+
+
+LAYOUTS = {
+    "contiguous": Kept(Contiguous(), {}, 3),
+    "ring": Kept(Ring(window=6, spare=3), {"window": 6}, 3),
+    "sinks": Kept(Ring(5, pinned=2), {"window": 5, "score": ScoreOptions(pinned=2)}, 0),
+    "paged": Kept(Paged(4), {}, 3),
+    "evicting": Kept(Evicting(16), {}, 3),
+    # Nothing is evicted within the budget, but each head has its own slots.
+    "h2o": Kept(Evicting(16, H2O()), {}, 3),
+}
+CODECS: dict[str, Codec] = {
+    "float32": Raw(jnp.float32),
+    "bfloat16": Raw(jnp.bfloat16),
+    "int8": Int8(),
+    "int4": Int4(group=4),
+    "float8": Float8(),
+    "kivi": Kivi(bits=4, group=2, dtype=jnp.float32),
+}
+# The largest error of a stored number, as a share of the largest magnitude that shares its scale
+# (of the number itself in the rounded formats): half a step of 127, of 7, half an ulp of 3 and of
+# 8 bits. Kivi has 15 steps from the smallest to the largest, so half of one is 1/15 of the latter.
+SHARES = {
+    "float32": 0.0,
+    "bfloat16": 2.0**-9,
+    "int8": 0.5 / 127,
+    "int4": 0.5 / 7,
+    "float8": 2.0**-4,
+    "kivi": 1.0 / 15,
+}
+
+
+class Triple(NamedTuple):
+    variant: str
+    layout: str
+    codec: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+def covering(*axes: Sequence[str]) -> list[Triple]:
+    """Finds few triples in which every pair of choices meets: the best one next, first of equals."""
+    every = [Triple(*t) for t in itertools.product(*axes)]
+    missing = {pair for t in every for pair in pairs(t)}
+    chosen = []
+    while missing:
+        best = max(every, key=lambda t: len(missing & pairs(t)))
+        missing -= pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def pairs(triple: Triple) -> set[tuple[int, str, int, str]]:
+    return {(i, triple[i], j, triple[j]) for i, j in itertools.combinations(range(3), 2)}
+
+
+def allowed(triple: Triple) -> str | None:
+    """Says what the error names if the three mean nothing together."""
+    name = LAYOUTS[triple.layout].layout
+    if triple.variant == "cross" and isinstance(name, (Ring, Evicting)):
+        # A context is read by every query: unless the caller gives tokens up, all of it is kept.
+        return "asks for all of them"
+    if triple.codec == "kivi" and not isinstance(name, (Contiguous, Paged)):
+        return "does not keep whole groups"
+    return None
+
+
+AXES = (list(VARIANTS), list(LAYOUTS), list(CODECS))
+COVERING = covering(*AXES)
+EVERY = [
+    t if t in COVERING else pytest.param(t, marks=pytest.mark.full)
+    for t in map(Triple._make, itertools.product(*AXES))
+]
+
+
+@functools.cache
+def module(variant: str, layout: str) -> Any:
+    options = {} if variant == "cross" else LAYOUTS[layout].options
+    return VARIANTS[variant](**options, rngs=nnx.Rngs(0))
+
+
+def empty(triple: Triple, rows: int = ROWS) -> LayerCache:
+    layout, codec = LAYOUTS[triple.layout].layout, CODECS[triple.codec]
+    attn = module(triple.variant, triple.layout)
+    return dirty(attn.init_cache(rows, 16, layout=layout, codec=codec))
+
+
+@quick_jit
+def dirty(cache: LayerCache) -> LayerCache:
+    """Puts NaN and large codes wherever nothing is stored yet."""
+
+    def spoiled(x: jax.Array) -> jax.Array:
+        wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 7
+        return jnp.full_like(x, wrong)
+
+    records = jax.tree.map(spoiled, cache.records)
+    return type(cache)(cache.index, records, None, cache.layout, cache.replicas, cache.context)
+
+
+def draw(seed: int, length: int = LENGTH) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(ROWS, length, WIDTH)).astype(np.float32)
+
+
+@functools.cache
+def bound(triple: Triple) -> float:
+    """Bounds how far the codec moves an output of tokens `draw(0)`.
+
+    A score moves by at most d = scale sum|q| e_k, so weights by a factor within exp(2 d), and a mix
+    of values by (exp(2 d) - 1) max|v| + e_v; the output projection sums these over its inputs.
+    """
+    share = SHARES[triple.codec]
+    if share == 0.0:
+        return 0.0
+    attn, x = module(triple.variant, triple.layout), jnp.asarray(draw(0))
+    if triple.variant == "cross":
+        query, (key, value) = attn.project_query(x), attn.project_record(jnp.asarray(draw(9)))
+    else:
+        positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+        query, key, value = attn.project(x, positions)
+    gain = float(jnp.abs(attn.out.kernel[...]).sum(axis=(0, 1)).max())
+    if triple.variant == "mla":
+        # Heads are expanded from the latents: what moves these moves keys and values alike.
+        weights = LatentWeights(attn.key_up[...], attn.value_up[...])
+        query, C = absorb(weights, query), attn.spec.value_width
+        value = key[..., :C]
+        gain *= float(jnp.abs(weights.value_up).sum(axis=0).max())
+    error = share * float(jnp.abs(key).max()), share * float(jnp.abs(value).max())
+    moved = float(jnp.abs(query).sum(axis=-1).max()) * attn.scale * error[0]
+    return gain * (np.expm1(2 * moved) * float(jnp.abs(value).max()) + error[1])
+
+
+@pytest.mark.parametrize("triple", EVERY, ids=str)
+def test_every_variant_with_every_layout_and_codec(triple: Triple) -> None:
+    refusal = allowed(triple)
+    if refusal is not None:
+        with pytest.raises(ValueError, match=refusal):
+            empty(triple)
+    elif triple.variant == "cross":
+        check_context(triple)
+    else:
+        check_tokens(triple)
+
+
+def check_tokens(triple: Triple) -> None:
+    attn, x = module(triple.variant, triple.layout), draw(0)
+    want, _ = call(attn, x)
+    limit = bound(triple)
+    once, whole = feed(attn, x, empty(triple), [LENGTH])
+    singly, parts = feed(attn, x, empty(triple), [4, 4, 1, 1, 1, 1])
+    for name, got in (("one call", once), ("chunks and tokens", singly)):
+        assert_close(got, want, 1e-5 + limit, f"{name} against no cache")
+    if triple.codec != "kivi":  # of which a call sees its own tokens exactly
+        assert_close(singly, once, what="chunks against one call")
+    assert parts.lengths.tolist() == whole.lengths.tolist() == [LENGTH] * ROWS
+    check_ragged(triple, attn, x, once)
+    check_rollback(triple, attn, parts, singly)
+
+
+def check_ragged(triple: Triple, attn: Any, x: np.ndarray, once: np.ndarray) -> None:
+    """Feeds the rows different numbers of tokens at a time."""
+    cache, done = empty(triple), np.zeros(ROWS, np.int32)
+    for counts in ([4, 1], [0, 4], [3, 2]):
+        given = np.full((ROWS, 4, WIDTH), np.nan, np.float32)
+        for b, n in enumerate(counts):
+            given[b, :n] = x[b, done[b] : done[b] + n]
+        got, cache = call(attn, given, cache, lengths=np.asarray(counts, np.int32))
+        for b, n in enumerate(counts):
+            limit = 1e-5 + (2 * bound(triple) if triple.codec == "kivi" else 0.0)
+            assert_close(got[b, :n], once[b, done[b] : done[b] + n], limit, f"ragged row {b}")
+            assert not got[b, n:].any(), "padding must give 0"
+        done += counts
+    assert cache.lengths.tolist() == done.tolist() and not np.asarray(cache.overflowed).any()
+
+
+def check_rollback(triple: Triple, attn: Any, cache: LayerCache, before: np.ndarray) -> None:
+    """Takes tokens back, or is refused; swaps the rows; and gives the same tokens again."""
+    count = min(2, LAYOUTS[triple.layout].rolls_back)
+    back = moved(cache, jnp.full((ROWS,), 2, jnp.int32))
+    assert np.asarray(back.refused).tolist() == [count == 0] * ROWS
+    assert back.lengths.tolist() == [LENGTH - count] * ROWS
+    x = draw(0)[::-1]
+    for token in range(LENGTH - count, LENGTH):
+        got, back = call(attn, x[:, token : token + 1], back)
+        assert_close(got[:, 0], before[::-1, token], what=f"token {token} again")
+
+
+@quick_jit
+def moved(cache: LayerCache, count: jax.Array) -> LayerCache:
+    return cache.rollback(count).reorder(jnp.array([1, 0], jnp.int32))
+
+
+def check_context(triple: Triple) -> None:
+    attn, x, context = module(triple.variant, triple.layout), draw(0), draw(9)
+    lengths = np.array([LENGTH, 5], np.int32)
+    want, _ = call(attn, x, context=context, context_lengths=lengths)
+    limit = 1e-5 + bound(triple)
+    first, cache = call(attn, x, empty(triple), context=context, context_lengths=lengths)
+    again, cache = call(attn, x, cache)
+    assert_close(first, want, limit, "the call that stores the context")
+    assert_close(again, want, limit, "a call that reads it")
+    assert cache.lengths.tolist() == lengths.tolist()
+    swapped, _ = call(attn, x[::-1], quick_jit(lambda c: c.reorder(jnp.array([1, 0])))(cache))
+    assert_close(swapped, again[::-1], what="rows change places")
+
+
+def test_the_covering_set_is_one() -> None:
+    every = {pair for t in itertools.product(*AXES) for pair in pairs(Triple(*t))}
+    assert set().union(*map(pairs, COVERING)) == every
+    assert len(COVERING) <= len(LAYOUTS) * len(CODECS) + 6
