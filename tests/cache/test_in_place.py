@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.cache import Kivi, KVSpec, LayerCache, ModelCache, Raw, create_layer, gather_layers
+from jaxkv.cache import (
+    H2O,
+    TOVA,
+    Evicting,
+    Kivi,
+    KVSpec,
+    LayerCache,
+    ModelCache,
+    Raw,
+    create_layer,
+    gather_layers,
+)
 from jaxkv.testing.hlo import assert_in_place, cache_sized_ops
 from tests.cache.support import scoring
 
@@ -100,6 +111,13 @@ def test_jax_05_a_decode_step_of_a_model_is_in_place(kind: str, batch: int, dtyp
     cache = abstract(kind, batch, DTYPES[dtype], layers=3)
     step = compiled(model_step(kind), cache, new_tokens(kind, batch, 1, DTYPES[dtype]))
     assert_in_place(step, cache)
+
+
+@pytest.mark.parametrize("policy", [H2O(), TOVA()], ids=str)
+def test_a_step_that_evicts_is_in_place(policy: Any) -> None:
+    spec, layout = REAL["gqa"][0], Evicting(S, policy)
+    cache = jax.eval_shape(lambda: create_layer(spec, Raw(jnp.float32), 1, 8 * S, layout=layout))
+    assert_in_place(compiled(layer_step("gqa"), cache, new_tokens("gqa", 1, 1, jnp.float32)), cache)
 
 
 @pytest.mark.parametrize(("kind", "batch", "dtype"), USUAL_FIRST)

@@ -2,6 +2,8 @@
 """The planner against caches that are really allocated, for every layout and codec."""
 
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,13 @@ from flax import nnx
 from jaxkv.attention import GroupedQueryAttention
 from jaxkv.cache.codecs import Codec, Raw
 from jaxkv.cache.contiguous import Contiguous
+from jaxkv.cache.evicting import Evicting
 from jaxkv.cache.index import Layout
 from jaxkv.cache.kivi import Kivi
 from jaxkv.cache.layer_cache import create_layer
 from jaxkv.cache.model_cache import ModelCache, gather_layers
 from jaxkv.cache.paged import Paged
+from jaxkv.cache.policies import POLICIES as POLICIES_BY_NAME
 from jaxkv.cache.quantised import Float8, Int4, Int8
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.spec import KVSpec
@@ -64,12 +68,15 @@ GROUPED: dict[str, Codec] = {
     "kivi2:2": Kivi(2, 2, dtype=jnp.bfloat16),
     "kivi8:4": Kivi(8, 4, dtype=jnp.bfloat16),
 }
-POLICIES = ("window", "full", "pages:4")
+POLICIES = ("window", "full", "pages:4", "h2o:5", "tova:20")
 
 
 def layout_of(layer: LayerSpec, policy: str) -> Layout:
     if policy.startswith("pages:"):
         return Paged(int(policy.removeprefix("pages:")))
+    kept, _, budget = policy.partition(":")
+    if kept in POLICIES_BY_NAME and layer.window is None:
+        return Evicting(int(budget), POLICIES_BY_NAME[kept]())
     return Contiguous() if policy == "full" or layer.window is None else Ring(layer.window)
 
 
@@ -98,7 +105,22 @@ def live_bytes(tree: object) -> int:
     return sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(tree))
 
 
-GRID = [(name, policy, dtype) for name in MODELS for policy in POLICIES for dtype in CODECS]
+def covering() -> list[Any]:
+    """Lets every two of model, policy and codec meet; `-m full` runs all three of each."""
+    names, codecs = list(MODELS), list(CODECS)
+    every = itertools.product(range(len(names)), range(len(POLICIES)), range(len(codecs)))
+    return [
+        pytest.param(
+            *(names[i], POLICIES[j], codecs[k]),
+            marks=[] if (i + j + k) % len(codecs) == 0 else pytest.mark.full,
+        )
+        for i, j, k in every
+    ]
+
+
+# As many models as codecs, and more than policies: a Latin square.
+assert len(MODELS) == len(CODECS) >= len(POLICIES)
+GRID = covering()
 GRID += [("gqa", "full", dtype) for dtype in GROUPED]
 GRID += [(name, "pages:4", "kivi:4") for name in ("gqa", "mla", "tied")]
 
@@ -161,7 +183,7 @@ def test_planned_bytes_of_a_device_are_those_on_a_mesh(
     assert found.nbytes == live_bytes(cache)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p in ("window", "full", "pages:4")])
 def test_what_fits_is_as_large_as_memory_allows(policy: str) -> None:
     model, storage = MODELS["gemma3"], Storage("int8", SlotPolicy.parse(policy), CHIPS["v5e"])
 
@@ -191,6 +213,12 @@ def test_planned_bytes_are_those_of_a_model_whose_last_layers_read_others() -> N
     assert found.nbytes == cache.nbytes == live_bytes(cache)
     assert found.bytes_per_token == cache.bytes_per_token == 3 * 2 * 2 * (8 + 4)
     assert found.notes[0] == "3 layers read what others keep, which is counted once."
+
+
+def test_a_row_that_gives_tokens_up_never_outgrows_its_memory() -> None:
+    storage = Storage("int8", SlotPolicy.parse("h2o:5"), CHIPS["v5e"])
+    enough = real_cache(MODELS["gemma3"], "int8", "h2o:5", 1, 40, 128).physical_nbytes("v5e")
+    assert storage.longest_context(MODELS["gemma3"], enough) is None
 
 
 def test_a_ring_of_groups_is_refused_by_name() -> None:
