@@ -46,13 +46,15 @@ class Unit:
 
     def block(self, j: jax.Array) -> tuple[Planes, jax.Array]:
         """Slices block j and zeroes what is not filled: `[heads, Z, ...]`, order int32 `[Z]`."""
-        entry, slot, order = self._locate(j)
-        strides = self.how.strides
+        runs, strides = self._runs(j), self.how.strides
+        order = _joined([order for _, _, order in runs], 0)
 
         def emptied(x: jax.Array, stride: int) -> jax.Array:
-            size = self.tile.size // stride
-            window = window_of(x, entry, slot // stride, size, self._heads(x.shape[1]))[0]
-            filled = (order[::stride] >= 0).reshape((1, size) + (1,) * (window.ndim - 2))
+            heads, size = self._heads(x.shape[1]), self.tile.run // stride
+            window = _joined(
+                [window_of(x, e, slot // stride, size, heads)[0] for e, slot, _ in runs], 1
+            )
+            filled = (order[::stride] >= 0).reshape((1, -1) + (1,) * (window.ndim - 2))
             return jnp.where(filled, window, jnp.zeros((), window.dtype))
 
         return {name: emptied(x, strides[name]) for name, x in self.planes.items()}, order
@@ -75,19 +77,21 @@ class Unit:
 
     def add(self, j: jax.Array, grads: Planes, *parts: Planes) -> Planes:
         """Adds gradients of block j to those of the planes."""
-        entry, slot, _ = self._locate(j)
-        out, strides = dict(grads), self.how.strides
+        runs, out, strides = self._runs(j), dict(grads), self.how.strides
         for name, total in grads.items():
             wide = (part[name].astype(jnp.float32) for part in parts)
-            window = functools.reduce(jnp.add, wide)[None]
+            window = functools.reduce(jnp.add, wide)[None].astype(total.dtype)
             head, _ = self._heads(total.shape[1])
-            place = slot // strides[name]
-            out[name] = add_window(total, window.astype(total.dtype), entry, place, head)
+            size = self.tile.run // strides[name]
+            for number, (entry, slot, _) in enumerate(runs):
+                run = window[:, :, number * size : (number + 1) * size]
+                total = add_window(total, run, entry, slot // strides[name], head)
+            out[name] = total
         return out
 
     def add_slots(self, total: jax.Array, x: jax.Array, j: jax.Array) -> jax.Array:
         """Adds `x [heads, Z]` of block j to the slots `[heads, S]` of the row's entry."""
-        _, slot, _ = self._locate(j)
+        ((_, slot, _),) = self._runs(j)
         old = lax.dynamic_slice_in_dim(total, slot, self.tile.size, 1)
         return lax.dynamic_update_slice_in_dim(total, old + x, slot, 1)
 
@@ -107,9 +111,14 @@ class Unit:
         place = total.at[self._row_of(total), head, :, column]
         return place.add(grad.swapaxes(1, 2), mode="drop")
 
-    def _locate(self, j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _runs(self, j: jax.Array) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+        """Finds block j, whose slots lie in one entry or are several whole ones."""
         layout, tile = self.how.layout, self.tile
-        return layout.locate(self._index(), self.row, tile.slots, tile.size, j)
+        index, count = self._index(), tile.size // tile.run
+        return [
+            layout.locate(index, self.row, tile.slots, tile.run, j * count + number)
+            for number in range(count)
+        ]
 
     def _index(self) -> Index:
         return self.how.layout.at_head(self.index, self.number % self._units())
@@ -133,6 +142,10 @@ class Unit:
         row = lax.dynamic_index_in_dim(x, self._row_of(x), 0)
         row = lax.dynamic_slice_in_dim(row, first, count, 1)
         return jnp.take(row, jnp.maximum(order, 0), axis=3)
+
+
+def _joined(parts: list[jax.Array], axis: int) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
 
 def _per_query(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

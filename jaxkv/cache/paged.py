@@ -28,6 +28,9 @@ from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
 
 NOBODY = -1
+# A read joins pages of fewer slots to one block: so many slots at most, and so many pages, since
+# each is a slice of its own in the program. With larger ones the copies cost more than they save.
+SMALL, JOINED_SLOTS, JOINED = 64, 128, 8
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +142,7 @@ class Paged(Layout):
     def locate(
         self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Finds block `block` of a row, which lies within one page."""
+        """Finds block `block` of a row, which lies within one page, or past the row's end."""
         begin = block * size
         table = index.state.table
         entry = table[row, jnp.minimum(begin // slots, table.shape[1] - 1)]
@@ -193,7 +196,9 @@ class Paged(Layout):
         return UNBOUNDED
 
     def tile(self, slots: int, want: int) -> int:
-        """Chooses how many slots a read takes at a time: a divisor of the page, at most `want`."""
+        """Chooses how many slots a read takes at a time: a divisor of the page, or small pages."""
+        if slots < SMALL and slots <= want:
+            return slots * min(JOINED, min(JOINED_SLOTS, want) // slots)
         return max(n for n in range(1, min(slots, max(want, 1)) + 1) if slots % n == 0)
 
     def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:

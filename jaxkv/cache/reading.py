@@ -83,12 +83,20 @@ class Reading:
 
 
 class Tile(NamedTuple):
-    """What a read takes at a time: `size` of `slots` slots, of `heads` of `kv_heads` heads."""
+    """What a read takes at a time: `size` slots, of `heads` of `kv_heads` heads.
+
+    They lie in one entry of `slots` slots, or are several whole entries (pages).
+    """
 
     slots: int
     size: int
     heads: int
     kv_heads: int
+
+    @property
+    def run(self) -> int:
+        """Slots that lie beside each other."""
+        return min(self.size, self.slots)
 
 
 def choose_tile(how: Reading, cpu: bool, query: jax.Array, planes: Planes) -> Tile:
@@ -110,6 +118,8 @@ def choose_tile(how: Reading, cpu: bool, query: jax.Array, planes: Planes) -> Ti
         want = high
     want = min(want, high, BLOCK_SCORES // (heads * M))
     want = max(low, 2 ** int(np.log2(max(want, 1))))
+    if not cpu:  # pages are large there, and a copy that joins them costs more than a loop
+        want = min(want, slots)
     step = tokens_together(how.codec)
     return Tile(slots, step * how.layout.tile(slots // step, max(1, want // step)), heads, K)
 

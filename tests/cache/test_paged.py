@@ -224,6 +224,33 @@ def test_pag_05_placement_does_not_matter() -> None:
         np.testing.assert_array_equal(fed(how, placed(cache, order), probe)[0], want)
 
 
+@pytest.mark.parametrize("name", ["gqa", "latent"])
+def test_small_pages_are_joined_to_blocks_on_a_cpu(name: str) -> None:
+    # Blocks of 8 pages of 4: the rows take three of them, one and a part, and nearly none.
+    spec, counts = SPECS[name][0], np.array([72, 45, 3], np.int32)
+    assert Paged(4).tile(4, 64) == 32 and Paged(16).tile(16, 512) == 128
+    assert Paged(64).tile(64, 256) == 64 and Paged(4).tile(4, 4) == 4  # large ones, and devices
+    how, given, probe = scoring(spec), tokens(name, 3, 72), tokens(name, 3, 2, seed=1)
+
+    def loss(given: Any, cache: LayerCache) -> Any:
+        def stored(cache: LayerCache) -> LayerCache:
+            return cache.open(72, jnp.asarray(counts)).write(*given[1:]).close()
+
+        out = stored(cache).extend(*probe, how)[0]
+        return jnp.sum(jnp.sin(out)), out
+
+    def run(layout: Any) -> Any:
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(given, fresh(name, 3, 80, layout))
+
+    (_, out), grads = run(Paged(4, pages=60))
+    (_, want), want_grads = run(None)
+    assert_close(out, want, terms=72)
+    for got, wanted in zip(grads, want_grads, strict=True):
+        assert (got is None) == (wanted is None)
+        if got is not None:
+            assert_close(got, wanted, terms=72)
+
+
 def test_win_09_a_window_whose_edge_lies_inside_a_page() -> None:
     # Page 4, W = 3, 10 tokens: the next query sees 8, 9 and itself, and of the page 4 .. 7 nothing.
     how, given = scoring(SPECS["gqa"][0], RULES["window"]), tokens("gqa", 1, 10)
