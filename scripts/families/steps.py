@@ -16,7 +16,7 @@ from jaxkv.cache import Codec, KVSpec, Layout, Raw, Scoring, create_layer
 from jaxkv.cache.layer_cache import LayerCache
 
 # Tokens that are stored at once when a cache is filled.
-FILL = 1024
+FILL = 128
 
 
 def our_step(
