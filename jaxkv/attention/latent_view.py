@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv.cache.codecs import Codec, Planes, Raw
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import lone_row_doubled
-from jaxkv.core.sharding import constrain, out_sharding
+from jaxkv.core.sharding import constrain, current_mesh, out_sharding
+
+# Rows up to which a product of each head's own kernel is a sum on CPU.
+FEW_ROWS = 4
 
 
 class LatentWeights(NamedTuple):
@@ -41,13 +46,13 @@ def expand(weights: LatentWeights, record: jax.Array) -> tuple[jax.Array, jax.Ar
 def absorb(weights: LatentWeights, query: jax.Array) -> jax.Array:
     """Moves queries `[B, T, N, H + R]` into the record's space: `[B, T, N, C + R]`."""
     H = weights.key_up.shape[2]
-    moved = _product("btnh,cnh->btnc", query[..., :H], weights.key_up)
+    moved = _per_head("btnh,cnh->btnc", query[..., :H], weights.key_up)
     return jnp.concatenate([moved, query[..., H:]], axis=-1)
 
 
 def unabsorb(weights: LatentWeights, out: jax.Array) -> jax.Array:
     """Moves outputs in the latent space `[B, T, N, C]` to values `[B, T, N, V]`."""
-    return _product("btnc,cnv->btnv", out, weights.value_up)
+    return _per_head("btnc,cnv->btnv", out, weights.value_up)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +88,27 @@ class ExpandedHeads:
         record, _ = codec.decode(spec, {name: x[None] for name, x in block.items()})
         key, value = expand(weights, record.astype(weights.key_up.dtype))
         return {"key": key[0].swapaxes(0, 1), "value": value[0].swapaxes(0, 1)}
+
+
+def _per_head(expr: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Multiplies each head's rows `[B, T, N, *]` by its part of a kernel `[C, N, *]`.
+
+    XLA's CPU backend copies the whole kernel, heads first, before such a product. For a few rows
+    (a decode step) it is faster to multiply and sum where the kernel lies.
+    """
+    if x.shape[0] * x.shape[1] > FEW_ROWS or current_mesh() is not None:
+        return _product(expr, x, kernel)
+
+    def summed(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        wide, parts = x.astype(jnp.float32), kernel.astype(jnp.float32)[None, None]
+        if expr.startswith("btnh"):
+            out = jnp.sum(wide[:, :, None] * parts, axis=4).swapaxes(2, 3)
+        else:
+            out = jnp.sum(wide.swapaxes(2, 3)[..., None] * parts, axis=2)
+        return out.astype(x.dtype)
+
+    product = functools.partial(_product, expr)
+    return lax.platform_dependent(x, kernel, cpu=summed, default=product)
 
 
 def _product(expr: str, x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -204,8 +204,8 @@ class Paged(Layout):
     def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
         """Makes row i a copy of row `rows[i]` that shares its full pages.
 
-        The first copy of a row keeps its last page; the others get copies of it, or come out empty
-        and `refused` where there is no page left.
+        One copy of a row keeps its last page, the row itself if it stays in its place; the others
+        get copies of it, or come out empty and `refused` where there is no page left.
 
         Raises:
           ValueError: On a mesh that splits rows: pages of one device are no use on another.
@@ -216,8 +216,7 @@ class Paged(Layout):
         moved = jax.tree.map(lambda x: take_rows(x, rows), moved)
         table = take_rows(index.state.table, rows)
         size = self.size
-        earlier = jnp.tril(rows[:, None] == rows[None], -1).any(axis=1)
-        torn = earlier & (moved.lengths % size > 0)
+        torn = _copies(rows) & (moved.lengths % size > 0)
         last = moved.lengths // size
         columns = lax.broadcasted_iota(jnp.int32, table.shape, 1)
         kept = columns * size < moved.lengths[:, None]
@@ -247,6 +246,16 @@ class Paged(Layout):
     def mask_width(self, index: Index, slots: int) -> int | None:
         """A mask counts keys by their order, up to the row's limit."""
         return self.limit(index, slots)
+
+
+def _copies(rows: jax.Array) -> jax.Array:
+    """Marks the rows, of those that copy `rows int32[R]`, of which another one is the original."""
+    number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], rows.shape[0]), 1)
+    own = rows == jnp.arange(rows.shape[0], dtype=jnp.int32)
+    same = rows[:, None] == rows[None]
+    # A row that stays is the original, else the first copy.
+    before = own[None] | (~own[:, None] & (number < number.T))
+    return jnp.any(same & before & (number != number.T), axis=1)
 
 
 def _allocate(references: jax.Array, want: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:

@@ -28,7 +28,7 @@ from jaxkv.cache.index import Layout
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache, gather_layers
 from jaxkv.cache.shared import SharedKV
-from jaxkv.core.numerics import Numerics
+from jaxkv.core.numerics import Numerics, lone_row_doubled
 from jaxkv.core.sharding import out_sharding
 from jaxkv.core.trees import check_arrays, check_sizes, is_known
 from jaxkv.models.block import Block, Norm, dropped, norm_maker
@@ -243,14 +243,16 @@ class Decoder(nnx.Module):
         if self.head is not None:
             return self.head(x)
         table = self.embedding[...].astype(x.dtype)
-        shape = (*x.shape[:2], self.vocab)
-        return lax.dot_general(
-            x,
+        rows = lone_row_doubled(x, 1) if x.shape[0] == 1 else x
+        shape = (*rows.shape[:2], self.vocab)
+        scores = lax.dot_general(
+            rows,
             table,
             (((2,), (1,)), ((), ())),
             precision=self.numerics.precision,
             out_sharding=out_sharding(("batch", None, "vocab"), shape),
         )
+        return scores[:, : x.shape[1]]
 
     def init_cache(
         self,

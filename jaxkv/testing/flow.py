@@ -19,6 +19,9 @@ READING = {"dot", "convolution", "reduce", "reduce-window", "compare"}
 # Only their first operand is data; the others say where.
 INDEXED = {"dynamic-slice", "gather", "slice", "pad"}
 
+# Channels of a TPU's tile.
+TILE_LANES = 128
+
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _NAMES = re.compile(r"%([\w.\-]+)")
@@ -144,11 +147,26 @@ class _Follow:
             branches = op.called("branch_computations", "true_computation", "false_computation")
             pairs = zip(branches, operands[1:], strict=True)
             return _joined([self.run(name, (given,)) for name, given in pairs])
+        if op.kind == "fusion" and self._retiles(op):
+            return operands[0]
         if called := op.called("calls", "to_apply") if op.kind in ("fusion", "call") else []:
             return self.run(called[0], tuple(operands))
         if op.kind in INDEXED:
             return _any(operands[0])
         return any(map(_any, operands))
+
+    def _retiles(self, op: Op) -> bool:
+        """Says whether a fusion only names the same bytes by other tiles, in the same buffer.
+
+        Tiles of 8 and of more rows hold rows in the same order where they are as wide as the
+        array; XLA writes a copy whose result is its operand's buffer.
+        """
+        if "output_to_operand_aliasing={{}: (0, {})}" not in op.attributes:
+            return False
+        body = self.computations[op.called("calls")[0]]
+        width = [int(dims.split(",")[-1]) for dims in _SHAPE.findall(op.type) if dims]
+        only = [inner.kind for inner in body] == ["parameter", "copy"]
+        return only and max(width, default=0) <= TILE_LANES
 
     def _loop(self, op: Op, state: Mark) -> Mark:
         (body,) = op.called("body")

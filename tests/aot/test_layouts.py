@@ -40,14 +40,15 @@ LAYOUTS = {
 }
 CODECS = {"bfloat16": Raw(jnp.bfloat16), "int8": Int8(), "int4": Int4()}
 CODECS["kivi"] = Kivi(dtype=jnp.bfloat16)
-# XLA lays out anew, and so not listed yet: latents and pages of 8-bit and 4-bit integers, and on
-# tpu7x all pages and residuals.
+# XLA lays out anew, and so not listed yet: latents of 8-bit and 4-bit codes, and on tpu7x latents
+# on pages and residuals.
 CASES = [(name, layout, "bfloat16") for name in RECORDS for layout in LAYOUTS]
 CASES.remove(("mla", "h2o", "bfloat16"))  # one head has no slots apart
 CASES += [("gqa", "contiguous", "int8"), ("gqa", "contiguous", "int4"), ("gqa", "ring", "int8")]
-CASES += [("gqa", "contiguous", "kivi")]
-FULL = [(*c, chip) for c in CASES for chip in ("v6e", "tpu7x")]
-FULL = [c for c in FULL if c[3] != "tpu7x" or not {"paged", "kivi"} & set(c)]
+CASES += [("gqa", "paged", "int8"), ("gqa", "contiguous", "kivi")]
+MORE = [*CASES, ("gqa", "paged", "int4")]
+FULL = [(*c, chip) for c in MORE for chip in ("v6e", "tpu7x")]
+FULL = [c for c in FULL if c[3] != "tpu7x" or ("kivi" not in c and c[:2] != ("mla", "paged"))]
 EVERY = [(*c, "v5e") for c in CASES] + [pytest.param(*c, marks=pytest.mark.full) for c in FULL]
 
 

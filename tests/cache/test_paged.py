@@ -138,8 +138,9 @@ def test_random_verbs_on_a_small_pool() -> None:
                 partial = bool(len(model.rows[b]) % Z)
                 if lost[b]:
                     pages[b] = []
-                elif partial and r in rows[:b]:
+                elif partial and b != (r if rows[r] == r else list(rows).index(r)):
                     pages[b][-1] = model.new_page()
+            assert not lost[rows == np.arange(ROWS)].any(), "a row that stays is never lost"
             model.pages = pages
             index = Index(
                 index.lengths, index.overflowed, jnp.zeros_like(index.refused), index.state
@@ -353,6 +354,19 @@ def test_an_older_flag_does_not_hide_a_lost_row() -> None:
     assert flagged.refused.all()
     with pytest.raises(ValueError, match="no page is left"):
         flagged.fork(jnp.array([0, 1, 1], jnp.int32))
+
+
+def test_a_row_that_lends_its_prefix_is_never_lost_for_want_of_a_page() -> None:
+    cache = fresh("gqa", 3, 8, Paged(4, pages=2))
+    given = tokens("gqa", 3, 6)
+    count = jnp.array([0, 0, 6], jnp.int32)
+    how = scoring(SPECS["gqa"][0])
+    cache = jax.jit(lambda c: c.open(6, count).extend(*given, how)[2].close())(cache)
+    before = jax.tree.map(np.asarray, cache)
+    shared = jax.jit(lambda c: c.share(jnp.array([2, -1, -1]), jnp.array([4, 0, 0])))(cache)
+    assert shared.lengths.tolist() == [0, 0, 6]
+    assert shared.refused.tolist() == [True, False, False]
+    np.testing.assert_array_equal(shared.index.state.table[2], before.index.state.table[2])
 
 
 def test_a_shared_prefix_takes_its_pages_once() -> None:
