@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -29,10 +27,11 @@ from jaxkv.cache import (
     pyramid_budgets,
 )
 from jaxkv.core.visibility import Visibility
+from tests.cache.evictions import HEADS, Row, coded, extend, kept
 from tests.cache.support import SPECS, draw_tokens, scoring
 from tests.support.tolerances import assert_close
 
-GQA, HEADS = SPECS["gqa"]
+GQA = SPECS["gqa"][0]
 WIDTH = 9  # every call is padded to it, or is one token
 # What each call adds to the two rows.
 CALLS = [(9, 4), (1, 1), (3, 9), (1, 1), (1, 1), (0, 6), (1, 1), (7, 2), (1, 1)]
@@ -43,94 +42,6 @@ LAYOUTS = {
     "tova": Evicting(8, TOVA()),
     "snapkv": Evicting(6, SnapKV(window=2, kernel=3), room=8),
 }
-
-
-@dataclasses.dataclass
-class Token:
-    order: int
-    key: np.ndarray
-    value: np.ndarray
-    weight: float = 0.0
-
-
-class Row:
-    """What one row keeps, head by head, by the words of the papers."""
-
-    def __init__(self, spec: KVSpec, layout: Evicting) -> None:
-        self.spec, self.layout, self.end = spec, layout, 0
-        self.heads: list[list[Token]] = [[] for _ in range(spec.kv_heads)]
-
-    def step(self, query: Any, key: Any, value: Any, scale: float) -> np.ndarray:
-        """Attends `query [t, N, H]` to what is kept and to the call's own tokens; evicts."""
-        K, count = self.spec.kv_heads, len(query)
-        per_group = query.shape[1] // K
-        out = np.zeros((count, query.shape[1], self.spec.value_width))
-        got: list[np.ndarray] = []
-        for k in range(K):
-            self.heads[k] += [Token(self.end + i, key[i, k], value[i, k]) for i in range(count)]
-            weights = np.zeros((count, len(self.heads[k])))
-            for i in range(count):
-                seen = [t for t in self.heads[k] if t.order <= self.end + i]
-                for n in range(k * per_group, (k + 1) * per_group):
-                    s = np.array([query[i, n] @ t.key for t in seen]) * scale
-                    p = np.exp(s - s.max())
-                    p /= p.sum()
-                    out[i, n] = p @ np.stack([t.value for t in seen])
-                    weights[i, : len(seen)] += p
-            got.append(weights)
-        self.end += count
-        if count:
-            self.evict(got)
-        return out
-
-    def evict(self, got: list[np.ndarray]) -> None:
-        policy = self.layout.policy
-        if isinstance(policy, TOVA):
-            everywhere = sum(w[-1] for w in got)
-            for k, tokens in enumerate(self.heads):
-                self.heads[k] = self.best(tokens, everywhere, 0, self.layout.budget)
-            return
-        for k, tokens in enumerate(self.heads):
-            budget = self.layout.budget
-            budget = budget[k] if isinstance(budget, tuple) else budget
-            if isinstance(policy, H2O):
-                for token, gain in zip(tokens, got[k].sum(axis=0), strict=True):
-                    token.weight += gain
-                most = max(np.atleast_1d(self.layout.budget))
-                recent = policy.recent or -(-int(most) // 2)
-                worth = np.array([t.weight for t in tokens])
-                self.heads[k] = self.best(tokens, worth, recent, budget)
-            elif isinstance(policy, SnapKV) and len(got[k]) >= policy.window:
-                seen = got[k][-policy.window :].sum(axis=0)
-                side = policy.kernel // 2
-                worth = np.array(
-                    [seen[max(i - side, 0) : i + side + 1].max() for i in range(len(seen))]
-                )
-                self.heads[k] = self.best(tokens, worth, policy.window, budget)
-
-    def best(self, tokens: list[Token], worth: Any, recent: int, budget: Any) -> list[Token]:
-        worth = np.where([t.order >= self.end - recent for t in tokens], np.inf, worth)
-        # Of equals the older one goes.
-        ranked = sorted(range(len(tokens)), key=lambda i: (worth[i], tokens[i].order))
-        stay = sorted(ranked[-budget:] if len(ranked) > budget else ranked)
-        return [tokens[i] for i in stay]
-
-
-def kept(cache: LayerCache, row: int) -> list[list[int]]:
-    """Lists the orders that each head (or all of them) keeps."""
-    order = np.asarray(cache.index.state.order)[row]
-    return [sorted(int(o) for o in head if o >= 0) for head in order]
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def extend(how: Any, cache: LayerCache, query: Any, key: Any, value: Any, count: Any) -> Any:
-    out, _, cache = cache.open(query.shape[1], count).extend(query, key, value, how)
-    return out, cache.close()
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def coded(codec: Any, spec: KVSpec, key: Any, value: Any) -> Any:
-    return codec.decode(spec, codec.encode(spec, key, value))
 
 
 def run(spec: KVSpec, heads: int, layout: Evicting, codec: Any, calls: Any = CALLS) -> LayerCache:
