@@ -13,7 +13,7 @@ from jax import lax
 from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Index
 from jaxkv.cache.reading import Reading, Tile
-from jaxkv.cache.write import add_window, window_of
+from jaxkv.cache.write import add_window, tile_rows, window_of
 
 
 @dataclasses.dataclass
@@ -51,9 +51,8 @@ class Unit:
 
         def emptied(x: jax.Array, stride: int) -> jax.Array:
             heads, size = self._heads(x.shape[1]), self.tile.run // stride
-            window = _joined(
-                [window_of(x, e, slot // stride, size, heads)[0] for e, slot, _ in runs], 1
-            )
+            places = [(e, self._aligned(x, slot // stride, size, stride)) for e, slot, _ in runs]
+            window = _joined([window_of(x, e, slot, size, heads)[0] for e, slot in places], 1)
             filled = (order[::stride] >= 0).reshape((1, -1) + (1,) * (window.ndim - 2))
             return jnp.where(filled, window, jnp.zeros((), window.dtype))
 
@@ -119,6 +118,16 @@ class Unit:
             layout.locate(index, self.row, tile.slots, tile.run, j * count + number)
             for number in range(count)
         ]
+
+    def _aligned(self, x: jax.Array, slot: jax.Array, size: int, stride: int) -> jax.Array:
+        """Gives a block's first slot so that a compiler sees that it begins a tile, if it does.
+
+        A block begins at a multiple of its size, or ends its entry.
+        """
+        rows = tile_rows(x)
+        if size % rows or (self.tile.slots // stride) % rows:
+            return slot
+        return slot // rows * rows
 
     def _index(self) -> Index:
         return self.how.layout.at_head(self.index, self.number % self._units())

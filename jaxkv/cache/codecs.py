@@ -17,6 +17,8 @@ from jaxkv.core.numerics import lone_row_doubled, pad_width
 Planes = dict[str, jax.Array]
 # Channels of one tile on TPU.
 TILE_LANES = 128
+# Bits of one lane of a tile: 8 rows of 32 bits, 16 of 16, and so on.
+TILE_BITS = 8 * 32
 # Integers of which several lie in a byte where there are no lanes, and how many.
 NARROW = {jnp.dtype(jnp.int4): 2, jnp.dtype(jnp.int2): 4}
 
@@ -64,6 +66,14 @@ class Codec(Protocol):
     def mix(self, spec: KVSpec, weights: jax.Array, block: Planes, precision: Any) -> jax.Array:
         """Sums a block's values by weights `[K, M, Z]`: float32 `[K, M, V]`."""
         ...
+
+
+def bits_of(dtype: DTypeLike) -> int:
+    """Counts the bits of a number, 4 or 2 of the narrowest."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return dtype.itemsize * 8
 
 
 def stored_plane(heads: int, width: int, dtype: DTypeLike, lanes: int) -> Plane:

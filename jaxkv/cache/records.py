@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.cache.codecs import TILE_LANES, Codec, Plane, Planes, restored
+from jaxkv.cache.codecs import TILE_BITS, TILE_LANES, Codec, Plane, Planes, bits_of, restored
 from jaxkv.cache.grouped import Grouped, tokens_together
 from jaxkv.cache.index import Moves, take_rows
 from jaxkv.cache.spec import KVSpec
@@ -23,7 +23,6 @@ from jaxkv.core.trees import static
 
 PLANE_AXES = ("batch", "kv_heads", "slots", "head_dim")
 # Bits that one lane of a tile of the last two axes holds on TPU.
-TILE_BITS = 8 * 32
 SHARED_AXES = ("batch", None, "slots", "head_dim")
 
 
@@ -147,10 +146,10 @@ def _rows(planes: dict[str, Plane], slots: int, lanes: int) -> dict[str, int]:
     whole cache into it at every step.
     """
     by_token = [p for p in planes.values() if p.trailing and p.stride == 1]
-    most = max(TILE_BITS // _bits(p.dtype) for p in by_token)
+    most = max(TILE_BITS // bits_of(p.dtype) for p in by_token)
 
     def size(plane: Plane) -> int:
-        step = 1 if lanes == 1 else most if plane.stride == 1 else TILE_BITS // _bits(plane.dtype)
+        step = 1 if lanes == 1 else most if plane.stride == 1 else TILE_BITS // bits_of(plane.dtype)
         return -(-slots // plane.stride // step) * step
 
     return {n: size(p) for n, p in planes.items()}
@@ -250,26 +249,19 @@ def bytes_per_token(spec: KVSpec, codec: Codec) -> int:
 
     def of_group(plane: Plane) -> int:
         own = (*plane.trailing[:-1], plane.width) if plane.trailing else ()
-        return plane.heads * math.prod(own) * _bits(plane.dtype) * group // plane.stride
+        return plane.heads * math.prod(own) * bits_of(plane.dtype) * group // plane.stride
 
     return -(-sum(of_group(p) for p in codec.planes(spec, 1).values()) // (8 * group))
 
 
 def leaf_bytes(leaf: Any) -> int:
     """Counts an array's bytes; native int4 holds two numbers a byte."""
-    return -(-math.prod(leaf.shape) * _bits(leaf.dtype) // 8)
+    return -(-math.prod(leaf.shape) * bits_of(leaf.dtype) // 8)
 
 
 def tree_bytes(tree: Any) -> int:
     """Counts the bytes of every array of a tree."""
     return sum(leaf_bytes(x) for x in jax.tree.leaves(tree))
-
-
-def _bits(dtype: Any) -> int:
-    dtype = jnp.dtype(dtype)
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits
-    return dtype.itemsize * 8
 
 
 def physical_bytes(leaf: Any, tiled: bool) -> int:
@@ -281,7 +273,7 @@ def physical_bytes(leaf: Any, tiled: bool) -> int:
     if not tiled or len(leaf.shape) < 2:
         return leaf_bytes(leaf)
     *lead, rows, lanes = leaf.shape
-    bits = _bits(leaf.dtype)
+    bits = bits_of(leaf.dtype)
     step = max(TILE_BITS // bits, 1)
     padded = (-(-rows // step) * step) * (-(-lanes // TILE_LANES) * TILE_LANES)
     return math.prod(lead) * padded * bits // 8

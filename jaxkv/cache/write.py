@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxkv.cache.codecs import Planes
+from jaxkv.cache.codecs import TILE_BITS, Planes, bits_of
 from jaxkv.cache.index import Fill, Jobs
 from jaxkv.core.numerics import pad_width
 
@@ -48,15 +49,27 @@ def write_windows(planes: Planes, new: Planes, jobs: Jobs) -> Planes:
     One loop serves all planes and layouts. It is in place when `planes` is donated, where a
     scatter relayouts 8-bit and 64-wide caches and unrolled windows copy the cache.
     """
+    return lax.platform_dependent(
+        *(planes, new, jobs),
+        cpu=functools.partial(_written, False),
+        default=functools.partial(_written, True),
+    )
+
+
+def _written(tiles: bool, planes: Planes, new: Planes, jobs: Jobs) -> Planes:
+    """Runs the loop; with `tiles`, windows begin and end at whole tiles of a TPU."""
     jobs, live = jobs.live_first()
-    frames = {name: framed(x, planes[name], jobs.width) for name, x in new.items()}
+    rows = {name: tile_rows(x) if tiles else 1 for name, x in planes.items()}
+    widths = {n: _whole(jobs.width, rows[n], x.shape[2]) for n, x in planes.items()}
+    frames = {name: framed(x, planes[name], widths[name]) for name, x in new.items()}
 
     def body(j: jax.Array, planes: Planes) -> Planes:
         out = dict(planes)
         for name, frame in frames.items():
-            old = _slot_window(planes[name], jobs, j)
-            kept = jnp.where(_chosen(jobs, j, old), _token_window(frame, jobs, j), old)
-            out[name] = put_window(planes[name], kept, jobs.entry[j], jobs.slot[j], _head(jobs, j))
+            w = _window(jobs, j, rows[name], widths[name], planes[name].shape[2])
+            old = w.slots_of(planes[name])
+            kept = jnp.where(w.chosen(old), w.tokens_of(frame), old)
+            out[name] = put_window(planes[name], kept, w.entry, w.slot, w.heads)
         return out
 
     return lax.fori_loop(0, live, body, dict(planes))
@@ -76,14 +89,13 @@ def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes
     def body(j: jax.Array, carry: tuple[Planes, Planes]) -> tuple[Planes, Planes]:
         slots, tokens = dict(carry[0]), dict(carry[1])
         for name in floats:
-            grad = _slot_window(slots[name], jobs, j)
-            chosen = _chosen(jobs, j, grad)
-            given = jnp.where(chosen, grad, _token_window(tokens[name], jobs, j))
-            place = jobs.offset[j] + jobs.width
-            tokens[name] = put_window(tokens[name], given, jobs.row[j], place, _head(jobs, j))
+            w = _window(jobs, j, 1, jobs.width, slots[name].shape[2])
+            grad = w.slots_of(slots[name])
+            chosen = w.chosen(grad)
+            given = jnp.where(chosen, grad, w.tokens_of(tokens[name]))
+            tokens[name] = put_window(tokens[name], given, w.row, w.offset + w.width, w.heads)
             left = jnp.where(chosen, jnp.zeros_like(grad), grad)
-            where = (jobs.entry[j], jobs.slot[j], _head(jobs, j))
-            slots[name] = put_window(slots[name], left, *where)
+            slots[name] = put_window(slots[name], left, w.entry, w.slot, w.heads)
         return slots, tokens
 
     slots, tokens = lax.fori_loop(0, live, body, (floats, frames))
@@ -147,29 +159,65 @@ def put_window(
     return lax.dynamic_update_slice(x, window, _corner(x, entry, head, slot))
 
 
-def _head(jobs: Jobs, j: jax.Array) -> tuple[jax.Array, int] | None:
-    return None if jobs.head is None else (jobs.head[j], 1)
-
-
 def _corner(
     x: jax.Array, entry: jax.Array, head: jax.Array, slot: jax.Array
 ) -> tuple[jax.Array, ...]:
     return (entry, head, slot) + (jnp.zeros_like(entry),) * (x.ndim - 3)
 
 
-def _slot_window(plane: jax.Array, jobs: Jobs, j: jax.Array) -> jax.Array:
-    return window_of(plane, jobs.entry[j], jobs.slot[j], jobs.width, _head(jobs, j))
+class _Window(NamedTuple):
+    """One job as it is done on a plane: as in `Jobs`, each a scalar; tokens come from a frame."""
+
+    entry: jax.Array
+    slot: jax.Array
+    row: jax.Array
+    offset: jax.Array
+    low: jax.Array
+    high: jax.Array
+    width: int
+    heads: tuple[jax.Array, int] | None
+
+    def slots_of(self, plane: jax.Array) -> jax.Array:
+        return window_of(plane, self.entry, self.slot, self.width, self.heads)
+
+    def tokens_of(self, frame: jax.Array) -> jax.Array:
+        return window_of(frame, self.row, self.offset + self.width, self.width, self.heads)
+
+    def chosen(self, like: jax.Array) -> jax.Array:
+        lane = jnp.arange(self.width, dtype=jnp.int32)
+        chosen = (lane >= self.low) & (lane < self.high)
+        return chosen.reshape((1, 1, self.width) + (1,) * (like.ndim - 3))
 
 
-def _token_window(frame: jax.Array, jobs: Jobs, j: jax.Array) -> jax.Array:
-    first = jobs.offset[j] + jobs.width
-    return window_of(frame, jobs.row[j], first, jobs.width, _head(jobs, j))
+def _window(jobs: Jobs, j: jax.Array, rows: int, width: int, slots: int) -> _Window:
+    """Takes job j; its window of `width` begins at a multiple of `rows`.
+
+    The compiler has to see the multiple. Otherwise XLA lays the whole cache out in smaller tiles
+    for TPU, at every write.
+    """
+    begin = jobs.slot[j]
+    if rows > 1:
+        begin = jnp.minimum(begin // rows, (slots - width) // rows) * rows
+    shift = jobs.slot[j] - begin
+    heads = None if jobs.head is None else (jobs.head[j], 1)
+    low, high, offset = jobs.low[j] + shift, jobs.high[j] + shift, jobs.offset[j] - shift
+    return _Window(jobs.entry[j], begin, jobs.row[j], offset, low, high, width, heads)
 
 
-def _chosen(jobs: Jobs, j: jax.Array, like: jax.Array) -> jax.Array:
-    lane = jnp.arange(jobs.width, dtype=jnp.int32)
-    chosen = (lane >= jobs.low[j]) & (lane < jobs.high[j])
-    return chosen.reshape((1, 1, jobs.width) + (1,) * (like.ndim - 3))
+def _whole(width: int, rows: int, slots: int) -> int:
+    """Widens a window so that it holds `width` slots wherever they begin among `rows`."""
+    return min(-(-(width + rows - 1) // rows) * rows, slots) if rows > 1 else width
+
+
+def tile_rows(plane: jax.Array) -> int:
+    """Counts the slots of a TPU's tile of codes `[E, heads, S, width]`; 1 if S is no multiple.
+
+    Of wider numbers XLA takes tiles of 8 slots, within which a window may begin anywhere.
+    """
+    if plane.ndim != 4 or plane.dtype.itemsize > 1:
+        return 1
+    rows = TILE_BITS // bits_of(plane.dtype)
+    return rows if plane.shape[2] % rows == 0 else 1
 
 
 def framed(new: jax.Array, plane: jax.Array, width: int) -> jax.Array:

@@ -380,6 +380,11 @@ def read_config(source: Mapping[str, Any] | str | Path, name: str | None = None)
     config, model_type = _unwrap(config, model_type)
     if model_type not in FAMILIES:
         known = ", ".join(sorted([*FAMILIES, *WRAPPERS]))
+        if model_type is None:
+            raise ValueError(
+                "this config names no model_type, so it is none of Hugging Face's (a run of jaxkv "
+                f"train writes another kind); known types are {known}."
+            )
         raise ValueError(f"unknown model_type {model_type!r} in the config; known are {known}.")
     family = FAMILIES[model_type]
     fields = family.fields(config, model_type)

@@ -19,9 +19,6 @@ READING = {"dot", "convolution", "reduce", "reduce-window", "compare"}
 # Only their first operand is data; the others say where.
 INDEXED = {"dynamic-slice", "gather", "slice", "pad"}
 
-# Channels of a TPU's tile.
-TILE_LANES = 128
-
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _NAMES = re.compile(r"%([\w.\-]+)")
@@ -124,6 +121,8 @@ class _Follow:
             operands = [marks[n] for n in op.operands if n in marks]
             if op.kind == "parameter":
                 marks[op.name] = arguments[int(op.given)]
+            elif self._views(op, self.computations[name]):
+                marks[op.name] = operands[0] if operands else False
             else:
                 marks[op.name] = self._through(op, operands)
             if _any(marks[op.name]) and op.kind not in PASSING and op.elements >= self.elements:
@@ -147,26 +146,23 @@ class _Follow:
             branches = op.called("branch_computations", "true_computation", "false_computation")
             pairs = zip(branches, operands[1:], strict=True)
             return _joined([self.run(name, (given,)) for name, given in pairs])
-        if op.kind == "fusion" and self._retiles(op):
-            return operands[0]
         if called := op.called("calls", "to_apply") if op.kind in ("fusion", "call") else []:
             return self.run(called[0], tuple(operands))
         if op.kind in INDEXED:
             return _any(operands[0])
         return any(map(_any, operands))
 
-    def _retiles(self, op: Op) -> bool:
-        """Says whether a fusion only names the same bytes by other tiles, in the same buffer.
+    def _views(self, op: Op, computation: list[Op]) -> bool:
+        """Says whether a fusion only names the same buffer by other tiles, for slices to take.
 
-        Tiles of 8 and of more rows hold rows in the same order where they are as wide as the
-        array; XLA writes a copy whose result is its operand's buffer.
+        XLA for TPU writes these as a copy whose result is its operand's buffer, inside the fusion
+        that slices it; nothing else is made.
         """
-        if "output_to_operand_aliasing={{}: (0, {})}" not in op.attributes:
+        if op.kind != "fusion" or "output_to_operand_aliasing={{}: (0, {})}" not in op.attributes:
             return False
-        body = self.computations[op.called("calls")[0]]
-        width = [int(dims.split(",")[-1]) for dims in _SHAPE.findall(op.type) if dims]
-        only = [inner.kind for inner in body] == ["parameter", "copy"]
-        return only and max(width, default=0) <= TILE_LANES
+        body = [inner.kind for inner in self.computations[op.called("calls")[0]]]
+        users = {user.kind for user in computation if op.name in user.operands}
+        return body == ["parameter", "copy"] and users <= {"dynamic-slice", "dynamic-update-slice"}
 
     def _loop(self, op: Op, state: Mark) -> Mark:
         (body,) = op.called("body")
