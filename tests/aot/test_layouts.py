@@ -24,11 +24,11 @@ from jaxkv.cache import (
     Ring,
     Scoring,
     create_layer,
+    tree_bytes,
 )
 from jaxkv.core.visibility import Visibility
 from jaxkv.testing.aot import compile_for_tpu, tpu_mesh
 from jaxkv.testing.flow import whole_moves
-from tests.aot.programs import device_bytes
 
 RECORDS = {"gqa": (KVSpec(8, 128, 128), 32), "mla": (KVSpec(1, 576, 512, value_offset=0), 128)}
 # 2,004 slots and 1,028 are no whole tiles; the cache is padded to them.
@@ -77,7 +77,7 @@ def test_a_decode_step_is_in_place(name: str, layout: str, codec: str, chip: str
     )
     compiled = compile_for_tpu(step, (cache, *given), tpu_mesh(chip), donate=0)
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= device_bytes(cache.records)
+    assert memory.alias_size_in_bytes >= tree_bytes(cache)
     assert memory.temp_size_in_bytes <= 2 * 2**20
     # What serves groups of tokens, and the residual, is smaller than a block of the others.
     plane = math.prod(cache.records.planes["key"].shape)

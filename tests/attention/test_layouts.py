@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance suite, or the parts that caches matter to, on other layouts than contiguous."""
+"""The conformance suite, or the parts that caches matter to, on other layouts than contiguous.
+
+What each variant, layout and codec give together stands in test_every_cache.py.
+"""
 
 from __future__ import annotations
+
+import pytest
 
 from jaxkv.attention import GroupedQueryAttention, MultiHeadLatentAttention, MultiQueryAttention
 from jaxkv.cache import Paged, Ring
@@ -12,16 +17,24 @@ from jaxkv.testing.padding import Padding
 from jaxkv.testing.transforms import Transforms
 
 
-class TestPagedGroupedQuery(AttentionConformance):
+class TestPagedGroupedQuery(Gradients, Transforms):
     variant = GroupedQueryAttention
     layout = Paged(4)
 
 
+@pytest.mark.full
+class TestAllOfPagedGroupedQuery(AttentionConformance):
+    variant = GroupedQueryAttention
+    layout = Paged(4)
+
+
+@pytest.mark.full
 class TestPagedLatent(Caching, Gradients, Transforms):
     variant = MultiHeadLatentAttention
     layout = Paged(3)
 
 
+@pytest.mark.full
 class TestRingMultiQuery(Caching, Padding, Gradients, Transforms):
     variant = MultiQueryAttention
     layout = Ring(window=16)

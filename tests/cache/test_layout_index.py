@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import Index
-from jaxkv.cache.index import Jobs
+from jaxkv.cache.index import Fill, Jobs
 from tests.cache.support import LAYOUTS, RING, Kept
 
 ROWS, CAPACITY, STEPS = 64, 11, 120
@@ -25,7 +25,11 @@ class Store:
     def __init__(self, entries: int, slots: int) -> None:
         self.names = np.full((entries, slots), NOTHING)
 
-    def write(self, jobs: Jobs, new: np.ndarray) -> None:
+    def write(self, jobs: Jobs | Fill, new: np.ndarray) -> None:
+        if isinstance(jobs, Fill):
+            for row, slot in np.argwhere(np.asarray(jobs.source)[:, 0] >= 0):
+                self.names[row, slot] = new[row, jobs.source[row, 0, slot]]
+            return
         parts = (jobs.entry, jobs.slot, jobs.row, jobs.offset, jobs.low, jobs.high)
         for entry, slot, row, offset, low, high in zip(
             *(np.asarray(x).ravel() for x in parts), strict=True
@@ -110,6 +114,8 @@ def test_blocks_show_each_stored_token_once(name: str, size: int) -> None:
     for length in (1, 4, 2, 1, 3):
         count = jnp.minimum(jnp.arange(ROWS, dtype=jnp.int32) % 5, length)
         index = kept.layout.plan(index, slots, length, count).after
+    places = [np.asarray(x) for x in kept.layout.places(index, slots)]
+    index = kept.layout.at_head(index, jnp.int32(0))
     for row in (0, 1, 2, 3, 4):
         everything = (jnp.int32(0), jnp.int32(10**6))
         first, end = kept.layout.span(index, jnp.int32(row), slots, size, everything)
@@ -118,8 +124,8 @@ def test_blocks_show_each_stored_token_once(name: str, size: int) -> None:
             entry, slot, order = kept.layout.locate(index, row, slots, size, jnp.int32(block))
             assert int(slot) >= 0 and int(slot) + size <= slots
             seen += [(int(entry), int(slot) + i, int(k)) for i, k in enumerate(order) if k >= 0]
-        places = (np.asarray(x)[row].tolist() for x in kept.layout.places(index, slots))
-        assert sorted(seen) == sorted(p for p in zip(*places, strict=True) if p[2] >= 0)
+        listed = zip(*(x[row].tolist() for x in places), strict=True)
+        assert sorted(seen) == sorted(p for p in listed if p[2] >= 0)
 
 
 def test_spc_01_a_full_ring_refuses_what_it_does_not_hold() -> None:

@@ -86,11 +86,12 @@ USUAL = [
 
 
 def covering() -> list[Setting]:
-    """Pairs every layout with every codec, and each of them with every record and rule in turn."""
-    settings = [Setting(name, "contiguous", "float32", rule, m) for name, rule, m in USUAL]
-    pairs = list(itertools.product(LAYOUTS, CODECS))[1:]
+    """Takes every layout with exact and with coded records, every codec, every record and rule."""
+    settings = [Setting(name, "contiguous", "float32", rule, m) for name, rule, m in USUAL[:3]]
+    pairs = [(layout, codec) for layout in LAYOUTS for codec in ("float32", "int8")][1:]
+    pairs += [("contiguous", "int4"), ("ring", "float8")]
     for number, (layout, codec) in enumerate(pairs):
-        name, rule, masked = USUAL[number % len(USUAL)]
+        name, rule, masked = USUAL[(number + 3) % len(USUAL)]
         settings.append(Setting(name, layout, codec, rule, masked))
     return settings
 

@@ -29,8 +29,17 @@ def filled(layout: str, codec: str = "raw", lanes: int = 1, capacity: int = 12) 
     return fed(scoring(spec), cache, given, counts=LENGTHS, width=9)[2]
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.permutations(LAYOUTS, 2)))
-@pytest.mark.parametrize(("codec", "lanes"), [("raw", 1), ("int8", 1), ("raw", 128)])
+MOVES = [
+    pytest.param(*move, *how, marks=[] if number % 3 == 0 else pytest.mark.full)
+    for number, (move, how) in enumerate(
+        itertools.product(
+            itertools.permutations(LAYOUTS, 2), [("raw", 1), ("int8", 1), ("raw", 128), ("raw", 1)]
+        )
+    )
+]
+
+
+@pytest.mark.parametrize(("old", "new", "codec", "lanes"), MOVES)
 def test_tokens_keep_their_bits_and_go_on(old: str, new: str, codec: str, lanes: int) -> None:
     before = filled(old, codec, lanes)
     moved = jax.jit(lambda c: c.convert(layout=LAYOUTS[new], capacity=12))(before)
@@ -103,7 +112,7 @@ def test_spc_06_reordering_moves_every_leaf(layout: str, codec: str) -> None:
         np.testing.assert_array_equal(new[name], old[name][[1, 1, 0]])
 
 
-@pytest.mark.parametrize(("layout", "codec"), CACHES)
+@pytest.mark.parametrize(("layout", "codec"), CACHES[1:3])
 def test_spc_05_nothing_outlives_a_rollback(layout: str, codec: str) -> None:
     # Take three back and give one: the same as if the three had never been.
     spec, heads = SPECS["gqa"]

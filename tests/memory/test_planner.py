@@ -145,7 +145,7 @@ def test_notes_name_idle_devices_and_long_contexts() -> None:
         ({"devices": {"model": 2}}, r"unknown device axes \['model'\]"),
         ({"devices": {"tensor": 0}}, "at least 1 on each axis"),
         ({"devices": {"tensor": 3}}, "32 query heads do not divide over 3"),
-        ({"policy": "ring"}, "window policy 'ring': want window, full or pages:Z"),
+        ({"policy": "ring"}, "window policy 'ring': want window, full, pages:Z"),
         ({"policy": "pages:0"}, "window policy 'pages:0'"),
     ],
 )
