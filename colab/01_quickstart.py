@@ -49,7 +49,7 @@ from flax import nnx
 import jaxkv
 from jaxkv import Decoder, GroupedQueryAttention, MultiHeadLatentAttention, Rotary, generate
 
-# "tiny" is what the tests run; elsewhere the size follows the device.
+# "tiny" is what the tests run, with two variants; elsewhere the size follows the device.
 SIZE = os.environ.get("JAXKV_NOTEBOOK_SIZE") or (
     "small" if jax.default_backend() == "cpu" else "medium"
 )
@@ -97,7 +97,7 @@ from IPython.display import Image, display
 from jaxkv.cli.compare import compare
 
 OUTPUT = Path("jaxkv-compare")
-compare(size=SIZE, output=OUTPUT)
+compare(size=SIZE, output=OUTPUT, variants="mha,mla" if SIZE == "tiny" else "mha,mqa,gqa,mla")
 for picture in ("loss.png", "cache.png", "real_models.png"):
     display(Image(str(OUTPUT / picture)))
 
