@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -28,82 +25,30 @@ from jaxkv.cache import (
     Kivi,
     KVSpec,
     LayerCache,
-    Layout,
     Paged,
     Raw,
     Ring,
     create_layer,
-    gather_layers,
 )
 from jaxkv.ops.api import attention
 from tests.cache.feeding import extended, fed
-from tests.cache.meshes import mesh_of
-from tests.cache.support import SPECS, bits, draw_tokens, scoring, values_of
+from tests.cache.groups import (
+    EVERY,
+    KIVI,
+    WIDTH,
+    B,
+    Q,
+    S,
+    coded,
+    empty,
+    feed,
+    flushed,
+    given,
+    live,
+)
+from tests.cache.support import SPECS, bits, scoring, values_of
 from tests.support import dense
 from tests.support.tolerances import assert_close
-
-Q = 4
-KIVI = Kivi(bits=4, group=Q, value_group=3, dtype=jnp.float32)
-B, S, WIDTH = 2, 26, 24
-LAYOUTS: dict[str, Layout] = {"contiguous": Contiguous(), "paged": Paged(2 * Q, pages=40)}
-USUAL = [(name, "contiguous") for name in ("gqa", "latent")] + [("gqa", "paged")]
-EVERY = [
-    case if case in USUAL else pytest.param(*case, marks=pytest.mark.full)
-    for case in itertools.product(SPECS, LAYOUTS)
-]
-
-
-def flushed(length: int, group: int = Q) -> int:
-    """Counts encoded tokens, from the rule: group g once there are (g + 2) groups."""
-    return sum(group for g in range(length) if length >= (g + 2) * group)
-
-
-def empty(name: str = "gqa", layout: str = "contiguous", codec: Any = KIVI) -> LayerCache:
-    """Makes an empty cache whose every float is NaN and whose every code is 1."""
-    cache = create_layer(SPECS[name][0], codec, B, S, layout=LAYOUTS[layout])
-    spoilt = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan if x.dtype == jnp.float32 else 1),
-        (cache.records.planes, cache.records.rest),
-    )
-    records = dataclasses.replace(cache.records, planes=spoilt[0], rest=spoilt[1])
-    return dataclasses.replace(cache, records=records)
-
-
-def given(name: str = "gqa", length: int = WIDTH, seed: int = 0) -> Any:
-    return draw_tokens(np.random.default_rng(seed), *SPECS[name], B, length)
-
-
-def feed(cache: LayerCache, name: str, tokens: Any, widths: list[int], first: int = 0) -> Any:
-    outs = []
-    for width in widths:
-        out, _, cache = fed(
-            scoring(SPECS[name][0]), cache, tokens, first, first + width, width=WIDTH
-        )
-        outs.append(out)
-        first += width
-    return np.concatenate(outs, axis=1), cache
-
-
-def live(cache: LayerCache, row: int) -> dict[str, list[bytes]]:
-    """Gives the bytes of what a row stores: codes group by group, exact tokens by order."""
-    r, length = cache.records, int(np.asarray(cache.lengths)[row])
-    index = jax.tree.map(np.asarray, cache.index)
-    entry, slot, _ = (np.asarray(x)[row] for x in cache.layout.places(index, r.slots))
-    group = r.codec.group
-    done, found = flushed(length, group), {}
-    for name, plane in r.codec.planes(r.spec, 1).items():
-        x = bits(r.planes[name])
-        picked = range(0, done, plane.stride)
-        found[name] = [x[entry[k], :, slot[k] // plane.stride].tobytes() for k in picked]
-    for name, x in r.rest.items():
-        x = bits(x)
-        found[f"rest {name}"] = [x[row, :, k % (3 * group)].tobytes() for k in range(done, length)]
-    return found
-
-
-def coded(codec: Kivi, spec: KVSpec, key: Any, value: Any) -> Any:
-    stored = jax.jit(functools.partial(codec.encode, spec))(key, value)
-    return map(np.asarray, jax.jit(functools.partial(codec.decode, spec))(stored))
 
 
 @pytest.mark.parametrize("number", [2, 4, 8])
@@ -223,127 +168,6 @@ def test_appending_leaves_older_codes_as_they_are() -> None:
 _rollback = jax.jit(lambda cache, count: cache.rollback(count))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rollback_is_exact_as_far_as_the_residual_goes(layout: str) -> None:
-    tokens, other = given(), given(seed=1)
-    for length in (5, 8, 15, 17, 24):
-        _, cache = feed(empty("gqa", layout), "gqa", tokens, [length])
-        for left in range(max(flushed(length) - 1, 0), length):
-            count = np.array([length - left, 0], np.int32)
-            back = _rollback(cache, count)
-            refused = left < flushed(length)
-            assert back.refused.tolist() == [refused, False]
-            assert back.lengths.tolist() == [length if refused else left, length]
-            assert live(back, 1) == live(cache, 1)
-            if refused:
-                assert live(back, 0) == live(cache, 0)
-                continue
-            # As if the tokens had never been there, now and once others stand in their place.
-            _, never = feed(empty("gqa", layout), "gqa", tokens, [left])
-            assert live(back, 0) == live(never, 0)
-            more = WIDTH - length
-            if left in (flushed(length), length - 1) and more:
-                out, back = feed(back, "gqa", other, [more], first=length)
-                want, never = feed(never, "gqa", other, [more], first=length)
-                assert live(back, 0) == live(never, 0)
-                np.testing.assert_array_equal(out[0], want[0])
-
-
-def test_a_mark_stays_until_a_row_is_emptied() -> None:
-    _, cache = feed(empty(), "gqa", given(), [17])
-    once = _rollback(cache, 5)
-    assert once.lengths.tolist() == [12, 12] and not once.refused.any()
-    # Token 11 is encoded and exact no more, though a row of 12 would have it.
-    assert _rollback(once, 1).refused.all()
-    with pytest.raises(ValueError, match="rollback of .* tokens: rows hold"):
-        once.rollback(1)
-    anew = cache.reset(jnp.array([True, False]))
-    _, anew = feed(anew, "gqa", given(), [3])
-    assert _rollback(anew, 2).refused.tolist() == [False, False]
-    assert _rollback(anew, 2).lengths.tolist() == [1, 18]
-
-
-_fork = jax.jit(lambda cache, rows: cache.fork(rows))
-_share = jax.jit(lambda cache, rows, count: cache.share(rows, count))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_qnt_12_rows_move_with_their_residuals(layout: str) -> None:
-    tokens, others = given(), given(seed=1)
-    _, cache = feed(empty("gqa", layout), "gqa", tokens, [11])
-    cache = _rollback(cache, np.array([0, 2], np.int32))
-    rows = [live(cache, b) for b in range(B)]
-    for order in ([1, 0], [0, 0]):
-        moved = _fork(cache, np.array(order, np.int32))
-        assert [live(moved, b) for b in range(B)] == [rows[r] for r in order]
-    # Copies go on as the row does, each with tokens of its own: whole pages stay shared.
-    mixed = [np.stack([x[0], y[0]]) for x, y in zip(tokens, others, strict=True)]
-    _, went_on = feed(moved, "gqa", mixed, [9], first=11)
-    _, alone = feed(cache, "gqa", tokens, [9], first=11)
-    assert live(went_on, 0) == live(alone, 0) != live(went_on, 1)
-    _, other = feed(moved, "gqa", others, [9], first=11)
-    assert live(other, 0) != live(alone, 0)
-    shared = _share(cache, np.array([-1, 0], np.int32), np.array([0, 9], np.int32))
-    assert shared.lengths.tolist() == [11, 9] and not shared.refused.any()
-    assert live(shared, 1) == live(_rollback(cache, np.array([2, 0], np.int32)), 0)
-    deep = _share(cache, np.array([-1, 0], np.int32), np.array([0, 3], np.int32))
-    assert deep.refused.tolist() == [False, True]
-
-
-_reset = jax.jit(lambda cache, rows: cache.reset(rows))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_verbs_leave_what_one_call_of_the_same_tokens_stores(layout: str, seed: int) -> None:
-    rng, how, start = np.random.default_rng(seed), scoring(SPECS["gqa"][0]), empty("gqa", layout)
-    stock = given(length=400, seed=seed)
-
-    def tokens(rows: list[list[int]]) -> Any:
-        at = np.array([(row + [0] * WIDTH)[:WIDTH] for row in rows])
-        return [np.stack([x[0, k] for k in at]) for x in stock]
-
-    cache, rows, high, next_one = start, [[] for _ in range(B)], [0] * B, 0
-    verbs = set()
-    for _ in range(40):
-        verb = rng.choice(["extend", "extend", "extend", "rollback", "fork", "reset"])
-        verbs.add(verb)
-        counts = rng.integers(0, 8, B)
-        if verb == "extend":
-            counts = np.minimum(counts, [WIDTH - len(row) for row in rows])
-            new = [[next_one + b * 8 + i for i in range(n)] for b, n in enumerate(counts)]
-            next_one = (next_one + 16) % 384
-            _, _, cache = fed(how, cache, tokens(new), counts=counts, width=WIDTH)
-            rows = [row + more for row, more in zip(rows, new, strict=True)]
-            high = [max(h, len(row)) for h, row in zip(high, rows, strict=True)]
-        elif verb == "rollback":
-            cache = _rollback(cache.clear_flags(), counts.astype(np.int32))
-            bad = [
-                n > 0 and len(row) - n < flushed(h)
-                for n, row, h in zip(counts, rows, high, strict=True)
-            ]
-            bad = [b or n > len(row) for b, n, row in zip(bad, counts, rows, strict=True)]
-            assert cache.refused.tolist() == bad
-            rows = [
-                row if b else row[: len(row) - n]
-                for b, n, row in zip(bad, counts, rows, strict=True)
-            ]
-        elif verb == "fork":
-            order = rng.integers(0, B, B)
-            cache = _fork(cache, order.astype(np.int32))
-            rows, high = [list(rows[r]) for r in order], [high[r] for r in order]
-        else:
-            gone = rng.random(B) < 0.5
-            cache = _reset(cache, gone)
-            rows = [[] if g else row for g, row in zip(gone, rows, strict=True)]
-            high = [0 if g else h for g, h in zip(gone, high, strict=True)]
-        held = [len(row) for row in rows]
-        assert cache.lengths.tolist() == held
-        _, _, want = fed(how, start, tokens(rows), counts=held, width=WIDTH)
-        assert [live(cache, b) for b in range(B)] == [live(want, b) for b in range(B)]
-    assert len(verbs) == 4
-
-
 def test_what_does_not_fit_is_dropped_and_no_group_is_made_of_it() -> None:
     tokens, more = given(), given(seed=1)
     _, cache = feed(empty(), "gqa", tokens, [13])
@@ -352,39 +176,6 @@ def test_what_does_not_fit_is_dropped_and_no_group_is_made_of_it() -> None:
     assert full.lengths.tolist() == [S] * B == want.lengths.tolist()
     assert full.overflowed.all() and not want.overflowed.any()
     assert [live(full, b) for b in range(B)] == [live(want, b) for b in range(B)]
-
-
-def converted(cache: LayerCache, **options: Any) -> LayerCache:
-    return jax.jit(lambda cache: cache.convert(**options))(cache)
-
-
-@pytest.mark.parametrize(
-    "name", ["gqa", *(pytest.param(n, marks=pytest.mark.full) for n in ("latent", "shared"))]
-)
-def test_converting_gives_what_appending_gives(name: str) -> None:
-    tokens, length = given(name), WIDTH - 2
-    done = flushed(length)
-    _, cache = feed(empty(name), name, tokens, [length])
-    _, raw = feed(empty(name, codec=Raw(jnp.float32)), name, tokens, [length])
-    want = [live(cache, b) for b in range(B)]
-    fresh = jax.tree.structure(empty(name))
-    grouped = converted(raw, codec=KIVI)
-    paged = converted(cache, layout=LAYOUTS["paged"])
-    wide = converted(cache, lanes=128)
-    for made in (grouped, paged, converted(paged, layout=Contiguous()), converted(wide, lanes=1)):
-        assert [live(made, b) for b in range(B)] == want
-    assert jax.tree.structure(grouped) == fresh != jax.tree.structure(paged)
-    assert {x.shape[-1] for x in wide.records.rest.values()} == {128}
-    # Back in one dtype the exact tokens are exact, and the others what their codes mean.
-    means = np.asarray(next(coded(KIVI, SPECS[name][0], *tokens[1:])))
-    for made in (cache, paged):
-        back = converted(made, codec=Raw())
-        assert back.index.high is None and back.records.codec == Raw(jnp.float32)
-        entry, slot, _ = back.layout.places(back.index, back.records.slots)
-        key = np.asarray(back.records.planes["key"])[entry, :, slot][:, :length]
-        width = SPECS[name][0].key_width
-        np.testing.assert_allclose(key[:, :done], means[:, :done, :, :width], rtol=0, atol=1e-6)
-        np.testing.assert_array_equal(key[:, done:], tokens[1][:, done:length, :, :width])
 
 
 def test_codes_of_two_bits_lie_four_to_a_byte_and_with_lanes_two() -> None:
@@ -444,61 +235,6 @@ def test_bytes_by_hand() -> None:
     assert cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(cache)) == cache.abstract().nbytes
     two = create_layer(spec, dataclasses.replace(codec, bits=2), 3, 26)
     assert two.bytes_per_token == 2 * (2 + 2 + by_token + by_group // 4)
-
-
-def test_layers_of_different_codecs_agree_on_what_a_row_holds() -> None:
-    codecs = (Raw(jnp.float32), KIVI)
-    cache = gather_layers([create_layer(SPECS["gqa"][0], c, B, S) for c in codecs])
-    assert [index.high is None for index in cache.indices] == [True, False]
-    tokens = given()
-
-    @jax.jit
-    def step(cache: Any, tokens: Any) -> Any:
-        opened = cache.open(tokens[0].shape[1])
-        made = [opened.layer(i).extend(*tokens, scoring(SPECS["gqa"][0]))[2] for i in range(2)]
-        return opened.close(made)
-
-    cache = step(cache, tokens)
-    # The first layer could give back any number of its 24 tokens, the second its 4 exact ones.
-    for count, refused in ((4, False), (5, True)):
-        back = _rollback(cache, count)
-        assert back.refused.tolist() == [refused] * B
-        assert {tuple(i.lengths.tolist()) for i in back.indices} == {(24 if refused else 20,) * B}
-
-
-@pytest.mark.parametrize("mode", ["explicit", pytest.param("auto", marks=pytest.mark.full)])
-def test_a_step_and_the_verbs_on_a_mesh_equal_those_without(mode: str, tmp_path: Path) -> None:
-    how, spec = scoring(SPECS["gqa"][0]), SPECS["gqa"][0]
-    tokens, rows = given(length=19), np.array([1, 0], np.int32)
-
-    def work(cache: LayerCache, tokens: Any, rows: Any) -> Any:
-        out, _, cache = cache.extend(*tokens, how)
-        # Tokens 12 and on of 19 are exact.
-        moved = cache.reorder(rows).rollback(2)
-        return out, moved, moved.convert(codec=Raw()).records.planes
-
-    cache = create_layer(spec, KIVI, B, S)
-    want = jax.jit(work)(cache, tokens, rows)
-    mesh = mesh_of((2, 2), mode)
-    path = tmp_path / "cache"
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(cache, cache.sharding(mesh))
-        got = jax.jit(work)(placed, tokens, rows)
-    assert_close(got[0], want[0], terms=19 * 16)
-    assert [live(got[1], b) for b in range(B)] == [live(want[1], b) for b in range(B)]
-    assert len(live(want[1], 0)["key"]) == 12
-    for name, x in want[2].items():
-        np.testing.assert_allclose(got[2][name], x, rtol=0, atol=1e-6)
-    # Saved as the devices hold it, read back on one.
-    checkpointer = ocp.Checkpointer(ocp.StandardCheckpointHandler())
-    checkpointer.save(path, args=ocp.args.StandardSave(got[1]))
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), want[1].abstract()
-    )
-    back = checkpointer.restore(path, args=ocp.args.StandardRestore(like))
-    assert jax.tree.structure(back) == jax.tree.structure(want[1])
-    assert [live(back, b) for b in range(B)] == [live(want[1], b) for b in range(B)]
 
 
 def test_no_gradient_reaches_what_is_encoded_and_all_of_it_the_exact_tokens() -> None:
