@@ -92,6 +92,9 @@ class Evicting(Layout):
             check_sizes(budget=budget)
         if not isinstance(self.room, int) or self.room < 0:
             raise ValueError(f"room={self.room!r}: want at least 0 tokens.")
+        lacking = self.policy is not None and not hasattr(self.policy, "rank")
+        if isinstance(self.policy, type) or lacking:
+            raise ValueError(f"policy={self.policy!r}: want a policy such as H2O(), or None.")
         by_head = isinstance(self.budget, tuple)
         if by_head and not (self.policy is not None and self.policy.per_head):
             raise ValueError(f"{self}: budgets by head want a policy that chooses by head.")

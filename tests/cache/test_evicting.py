@@ -164,6 +164,8 @@ def test_each_layer_of_a_model_keeps_its_own_and_converts_by_itself() -> None:
 def test_bad_sizes_say_what_fits() -> None:
     with pytest.raises(ValueError, match="budget"):
         Evicting(0, H2O())
+    with pytest.raises(ValueError, match=r"want a policy such as H2O\(\)"):
+        Evicting(4, H2O)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="odd kernel"):
         SnapKV(kernel=4)
     with pytest.raises(ValueError, match="chooses by head"):
