@@ -87,3 +87,7 @@ def live(cache: LayerCache, row: int) -> dict[str, list[bytes]]:
 def coded(codec: Kivi, spec: KVSpec, key: Any, value: Any) -> Any:
     stored = jax.jit(functools.partial(codec.encode, spec))(key, value)
     return map(np.asarray, jax.jit(functools.partial(codec.decode, spec))(stored))
+
+
+def converted(cache: LayerCache, **options: Any) -> LayerCache:
+    return jax.jit(lambda cache: cache.convert(**options))(cache)

@@ -40,6 +40,7 @@ from tests.cache.groups import (
     Q,
     S,
     coded,
+    converted,
     empty,
     feed,
     flushed,
@@ -163,9 +164,6 @@ def test_appending_leaves_older_codes_as_they_are() -> None:
                 assert len(after[name]) >= len(before[name])
         before = after
     assert len(before["key"]) == flushed(WIDTH) == 20
-
-
-_rollback = jax.jit(lambda cache, count: cache.rollback(count))
 
 
 def test_what_does_not_fit_is_dropped_and_no_group_is_made_of_it() -> None:

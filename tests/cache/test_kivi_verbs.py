@@ -27,6 +27,7 @@ from tests.cache.groups import (
     B,
     S,
     coded,
+    converted,
     empty,
     feed,
     flushed,
@@ -78,6 +79,7 @@ def test_a_mark_stays_until_a_row_is_emptied() -> None:
     assert _rollback(anew, 2).lengths.tolist() == [1, 18]
 
 
+_rollback = jax.jit(lambda cache, count: cache.rollback(count))
 _fork = jax.jit(lambda cache, rows: cache.fork(rows))
 _share = jax.jit(lambda cache, rows, count: cache.share(rows, count))
 
@@ -157,10 +159,6 @@ def test_random_verbs_leave_what_one_call_of_the_same_tokens_stores(layout: str,
         _, _, want = fed(how, start, tokens(rows), counts=held, width=WIDTH)
         assert [live(cache, b) for b in range(B)] == [live(want, b) for b in range(B)]
     assert len(verbs) == 4
-
-
-def converted(cache: LayerCache, **options: Any) -> LayerCache:
-    return jax.jit(lambda cache: cache.convert(**options))(cache)
 
 
 @pytest.mark.parametrize(
