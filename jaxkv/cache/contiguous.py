@@ -16,11 +16,11 @@ from jaxkv.cache.index import (
     Moves,
     Plan,
     Reach,
+    early_block,
     emptied_rows,
     empty_index,
     live_span,
     stacked_jobs,
-    take_rows,
     window_job,
 )
 from jaxkv.core.visibility import Visibility
@@ -72,11 +72,8 @@ class Contiguous(Layout):
         self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row; the last one starts early rather than run past the end."""
-        begin = block * size
-        slot = jnp.minimum(begin, slots - size)
-        order = slot + jnp.arange(size, dtype=jnp.int32)
-        fresh = (order >= begin) & (order < index.lengths[row])
-        return row, slot, jnp.where(fresh, order, -1)
+        slot, order, fresh = early_block(block, size, slots)
+        return row, slot, jnp.where(fresh & (order < index.lengths[row]), order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Lists each row's slots: entry, slot and order, int32 `[B, S]`; order -1 = unfilled."""
@@ -99,18 +96,6 @@ class Contiguous(Layout):
         del slots
         return UNBOUNDED
 
-    def tile(self, slots: int, want: int) -> int:
-        """Chooses how many slots a read takes at a time, about `want`."""
-        return min(slots, want)
-
-    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
-        """Makes row i a copy of row `rows[i]`."""
-        return jax.tree.map(lambda x: take_rows(x, rows), index), Moves(take=rows)
-
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""
         return emptied_rows(index, rows)
-
-    def mask_width(self, index: Index, slots: int) -> int | None:
-        """A mask counts keys by slot."""
-        return slots

@@ -20,9 +20,9 @@ from jaxkv.cache.index import (
     Moves,
     Plan,
     Reach,
+    early_block,
     emptied_rows,
     empty_index,
-    take_rows,
 )
 from jaxkv.cache.policies import Policy
 from jaxkv.cache.spec import KVSpec
@@ -163,11 +163,10 @@ class Evicting(Layout):
             fit = jnp.minimum(count, jnp.min(free, axis=1))
         rank = self._orders(index, length)
         weight = None if index.state.weight is None else jnp.zeros(rank.shape, jnp.float32)
-        plan = Plan(index.lengths, count, None, _no_jobs(index), index)
         after = dataclasses.replace(
             index, lengths=index.lengths + fit, overflowed=index.overflowed | (fit < count)
         )
-        plan = dataclasses.replace(plan, after=after)
+        plan = Plan(index.lengths, count, None, _no_jobs(index), after)
         return self._chosen(index, slots, plan, rank.astype(jnp.float32), weight, length)
 
     def observed(self, length: int) -> int:
@@ -275,10 +274,8 @@ class Evicting(Layout):
         self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row; the last one starts early rather than run past the end."""
-        begin = block * size
-        slot = jnp.minimum(begin, slots - size)
+        slot, _, fresh = early_block(block, size, slots)
         order = _slots_of(index.state, row, slot, size)
-        fresh = slot + jnp.arange(size, dtype=jnp.int32) >= begin
         return row, slot, jnp.where(fresh, order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -315,24 +312,11 @@ class Evicting(Layout):
         mark = jnp.where(any_gone, index.lengths, index.state.mark)
         return dataclasses.replace(index, state=_freed(index.state, gone, mark))
 
-    def tile(self, slots: int, want: int) -> int:
-        """Chooses how many slots a read takes at a time, about `want`."""
-        return min(slots, want)
-
-    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
-        """Makes row i a copy of row `rows[i]`."""
-        return jax.tree.map(lambda x: take_rows(x, rows), index), Moves(take=rows)
-
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""
         gone = jnp.broadcast_to(rows[:, None, None], index.state.order.shape)
         state = _freed(index.state, gone, jnp.where(rows, 0, index.state.mark))
         return dataclasses.replace(emptied_rows(index, rows), state=state)
-
-    def mask_width(self, index: Index, slots: int) -> int | None:
-        """A mask counts keys by order, of which there is no end."""
-        limit = self.limit(index, slots)
-        return None if limit == UNBOUNDED else limit
 
 
 def _lowest(

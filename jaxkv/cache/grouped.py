@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxkv.cache.codecs import Codec, Raw
-from jaxkv.cache.index import Blocks, Index, Reach
+from jaxkv.cache.index import Blocks, Index, Reach, early_block
 
 # Groups that a residual has slots for: the newest, which is open, the whole one that is kept
 # behind it, and the one before, which a rollback into the whole one brings back.
@@ -69,18 +69,12 @@ class Newest(Blocks):
         self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds a block; the last one starts early rather than run past the end."""
-        begin = block * size
-        slot = jnp.minimum(begin, slots - size)
-        place = slot + jnp.arange(size, dtype=jnp.int32)
+        slot, place, fresh = early_block(block, size, slots)
         order = self.orders(index.lengths[row], place)
-        return row, slot, jnp.where(place >= begin, order, -1)
+        return row, slot, jnp.where(fresh, order, -1)
 
     def orders(self, length: jax.Array, slot: jax.Array) -> jax.Array:
         """Tells which exact token of a row of `length` stands in a slot, -1 = none."""
         first = self.codec.flushed(length)
         order = first + (slot - first) % self.codec.rest_slots
         return jnp.where(order < length, order, -1)
-
-    def tile(self, slots: int, want: int) -> int:
-        """Chooses how many slots a read takes at a time, about `want`."""
-        return min(slots, want)

@@ -216,6 +216,18 @@ def live_span(index: Index, row: jax.Array, size: int, reach: Reach) -> tuple[ja
     return first // size, -(-jnp.minimum(end, index.lengths[row]) // size)
 
 
+def early_block(block: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Finds a block of an entry; the last one starts early rather than run past the end.
+
+    Returns:
+      Its first slot, its slots int32 `[size]`, and which of them are no earlier block's.
+    """
+    begin = block * size
+    slot = jnp.minimum(begin, slots - size)
+    place = slot + jnp.arange(size, dtype=jnp.int32)
+    return slot, place, place >= begin
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Moves:
@@ -257,7 +269,7 @@ class Blocks(Protocol):
 
     def tile(self, slots: int, want: int) -> int:
         """Chooses how many slots a read takes at a time, about `want`."""
-        ...
+        return min(slots, want)
 
     def at_head(self, index: Index, head: jax.Array) -> Index:
         """Turns to the slots of one head, where heads hold different tokens."""
@@ -319,7 +331,7 @@ class Layout(Blocks, Protocol):
 
     def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
         """Makes row i a copy of row `rows[i]`, int32 `[R]`, each in range."""
-        ...
+        return jax.tree.map(lambda x: take_rows(x, rows), index), Moves(take=rows)
 
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""
@@ -327,7 +339,8 @@ class Layout(Blocks, Protocol):
 
     def mask_width(self, index: Index, slots: int) -> int | None:
         """Width of a caller's mask over the whole row; `None` if orders are not bounded."""
-        ...
+        limit = self.limit(index, slots)
+        return None if limit == UNBOUNDED else limit
 
     def observed(self, length: int) -> int:
         """How many of a call's last queries, of T = `length`, decide what is kept."""

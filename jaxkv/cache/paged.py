@@ -243,10 +243,6 @@ class Paged(Layout):
         table = jnp.where(rows[:, None], NOBODY, index.state.table)
         return dataclasses.replace(emptied, state=Pages(table, references))
 
-    def mask_width(self, index: Index, slots: int) -> int | None:
-        """A mask counts keys by their order, up to the row's limit."""
-        return self.limit(index, slots)
-
 
 def _copies(rows: jax.Array) -> jax.Array:
     """Marks the rows, of those that copy `rows int32[R]`, of which another one is the original."""

@@ -22,7 +22,6 @@ from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
 
 PLANE_AXES = ("batch", "kv_heads", "slots", "head_dim")
-# Bits that one lane of a tile of the last two axes holds on TPU.
 SHARED_AXES = ("batch", None, "slots", "head_dim")
 
 

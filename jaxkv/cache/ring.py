@@ -16,10 +16,10 @@ from jaxkv.cache.index import (
     Moves,
     Plan,
     Reach,
+    early_block,
     emptied_rows,
     empty_index,
     stacked_jobs,
-    take_rows,
     window_job,
 )
 from jaxkv.core.trees import check_sizes
@@ -130,11 +130,9 @@ class Ring(Layout):
         self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row; the last one starts early rather than run past the end."""
-        begin = block * size
-        slot = jnp.minimum(begin, slots - size)
-        place = slot + jnp.arange(size, dtype=jnp.int32)
+        slot, place, fresh = early_block(block, size, slots)
         order = self._order(index.lengths[row], index.state[row], place, slots)
-        return row, slot, jnp.where(place >= begin, order, -1)
+        return row, slot, jnp.where(fresh, order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Lists a row's slots: entry, slot and order, each int32 `[B, S]`; -1 = unfilled."""
@@ -178,20 +176,7 @@ class Ring(Layout):
         """The last token and `spare` more; all of a ring that is cut short by its capacity."""
         return UNBOUNDED if slots < self._whole else self.spare + 1
 
-    def tile(self, slots: int, want: int) -> int:
-        """Chooses how many slots a read takes at a time, about `want`."""
-        return min(slots, want)
-
-    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
-        """Makes row i a copy of row `rows[i]`."""
-        return jax.tree.map(lambda x: take_rows(x, rows), index), Moves(take=rows)
-
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""
         state = jnp.where(rows, 0, index.state)
         return dataclasses.replace(emptied_rows(index, rows), state=state)
-
-    def mask_width(self, index: Index, slots: int) -> int | None:
-        """A mask counts keys by order, of which there is no end."""
-        limit = self.limit(index, slots)
-        return None if limit == UNBOUNDED else limit
