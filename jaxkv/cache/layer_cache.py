@@ -27,7 +27,7 @@ from jaxkv.cache.write import zero_after
 from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
 from jaxkv.core.visibility import Visibility
-from jaxkv.ops.api import as_bias, as_mask, attention, head_axis
+from jaxkv.ops.api import Choice, as_bias, as_mask, attention, head_axis
 from jaxkv.ops.merge import add_sink, merge
 
 
@@ -167,7 +167,7 @@ class LayerCache(Verbs):
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
         sink_logits: jax.Array | None = None,
-        implementation: str | None = None,
+        implementation: Choice = None,
     ) -> tuple[jax.Array, jax.Array, LayerCache]:
         """Attends to stored and new tokens, then stores the new ones.
 
@@ -208,7 +208,7 @@ class LayerCache(Verbs):
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
         sink_logits: jax.Array | None = None,
-        implementation: str | None = None,
+        implementation: Choice = None,
     ) -> tuple[jax.Array, jax.Array, LayerCache]:
         """Attends to stored and new tokens as `extend` does, in an open step, and stores none.
 
@@ -265,7 +265,7 @@ class LayerCache(Verbs):
         *,
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
-        implementation: str | None = None,
+        implementation: Choice = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to this call's own tokens; mask and bias as in `attend`."""
         T, plan, rule = query.shape[1], self._opened(), self.layout.narrowed(scoring.rule)

@@ -28,7 +28,7 @@ class Numerics:
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
     precision: Any = None
-    implementation: str | None = None
+    implementation: Any = None
 
     def __post_init__(self) -> None:
         for name in ("dtype", "param_dtype"):

@@ -91,6 +91,27 @@ class Visibility:
             seen &= near | (k_order < self.pinned) if self.pinned else near
         return seen
 
+    def meets(
+        self, q_low: jax.Array, q_high: jax.Array, k_low: jax.Array, k_high: jax.Array
+    ) -> jax.Array:
+        """Says whether a query of orders `q_low .. q_high` may see a key of `k_low .. k_high`.
+
+        Attention in tiles skips a pair of tiles where it may not.
+
+        >>> rule = Visibility(causal=True, window=4)
+        >>> at = jnp.array([0, 4, 8])  # tiles of 4 tokens
+        >>> rule.meets(at[:, None], at[:, None] + 3, at[None], at[None] + 3).astype(int).tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+        """
+        shape = jnp.broadcast_shapes(q_low.shape, k_low.shape)
+        meets = jnp.broadcast_to(k_low <= q_high, shape) if self.causal else jnp.ones(shape, bool)
+        if self.left is not None:
+            near = k_high >= q_low - self.left
+            if self.right is not None and not self.causal:
+                near &= k_low <= q_high + self.right
+            meets &= near | (k_low < self.pinned) if self.pinned else near
+        return meets
+
     def reach(self, q_low: jax.Array, q_high: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Bounds the orders that queries `q_low .. q_high` may see: `[first, end)`.
 

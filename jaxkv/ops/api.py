@@ -16,12 +16,17 @@ from jaxkv.core.positions import orders
 from jaxkv.core.sharding import axis_size, current_rules, local
 from jaxkv.core.trees import check_arrays, is_known
 from jaxkv.core.visibility import Visibility
+from jaxkv.ops.blockwise import Blockwise
+from jaxkv.ops.dropping import dropout_seeds
 from jaxkv.ops.einsum import Einsum
 from jaxkv.ops.operands import Implementation, Operands
 from jaxkv.ops.reference import Reference
 
+# How a caller says who shall compute.
+Choice = str | Implementation | Sequence[str | Implementation] | None
+
 # In order of preference; the last ones can serve anything.
-IMPLEMENTATIONS: tuple[Implementation, ...] = (Einsum(), Reference())
+IMPLEMENTATIONS: tuple[Implementation, ...] = (Einsum(), Blockwise(), Reference())
 
 
 def attention(
@@ -29,7 +34,7 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    implementation: str | Sequence[str] | None = None,
+    implementation: Choice = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
@@ -39,12 +44,14 @@ def attention(
       query: `[B, T, N, H]`.
       key: `[B, S, K, H]`; K divides N, and query head n reads KV head n // (N // K).
       value: `[B, S, K, V]`; V may differ from H.
-      implementation: `None` picks the best that can serve and never fails; a name fails loudly
-        if it cannot serve; a sequence of names is tried in order.
+      implementation: `None` picks the best that can serve and never fails; a name, or an
+        implementation such as `Blockwise(slots=128)`, fails loudly if it cannot serve; a sequence
+        of them is tried in order.
       return_lse: Also return the log-sum-exp of each query's scores.
       **options: causal, window, pinned, offset, query_order, key_order, query_segments,
         key_segments, query_lengths, key_lengths, mask, bias, scale, soft_cap, sink_logits,
-        dropout_rate, dropout_key and precision, as `jaxkv.ops.api.prepare` explains them.
+        alibi_slopes, dropout_rate, dropout_key and
+        precision, as `jaxkv.ops.api.prepare` explains them.
 
     Returns:
       `[B, T, N, V]` in the value's dtype, and with `return_lse` also float32 `[B, T, N]`. A
@@ -59,6 +66,7 @@ def attention(
     [1.5, 2.0]
     """
     operands = prepare(query, key, value, **_known_options(options))
+    operands = dataclasses.replace(operands, lse_wanted=return_lse)
     out, lse = run_on_mesh(choose(operands, implementation), operands)
     return (out, lse) if return_lse else out
 
@@ -83,6 +91,7 @@ def prepare(
     scale: float | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     precision: Any = None,
@@ -108,6 +117,8 @@ def prepare(
       scale: Multiplies the scores; default `H ** -0.5`.
       soft_cap: Squashes scores into (-cap, cap); `None` or 0 is off.
       sink_logits: `[N]`, learned logits that join the softmax without a value.
+      alibi_slopes: `[N]`; each score is lowered by its head's slope times the distance of key and
+        query in tokens (Press et al., arXiv:2108.12409, section 3).
       dropout_rate: Share of attention weights dropped, in [0, 1).
       dropout_key: PRNG key; needed when `dropout_rate` is not 0.
       precision: Of the matrix products, as in `jax.lax.dot_general`.
@@ -131,6 +142,7 @@ def prepare(
         mask=mask,
         bias=bias,
         sink_logits=sink_logits,
+        alibi_slopes=alibi_slopes,
     )
     _check_shapes(query, key, value)
     B, T, N, H = query.shape
@@ -143,6 +155,8 @@ def prepare(
             f"{T} queries and {S} keys with {rule}: where do the queries stand? Pass offset "
             f"(order of query 0; {S - T} aligns the ends) or query_order."
         )
+    known = offset is None or isinstance(offset, (int, np.integer))
+    aligned = int(offset or 0) if known and query_order is None and key_order is None else None
     q_order = orders(T) if query_order is None else query_order
     k_order = orders(S) if key_order is None else key_order
     _check_ints(query_order=(q_order, T, B), key_order=(k_order, S, B))
@@ -161,8 +175,9 @@ def prepare(
         _check_ints(query_segments=(query_segments, T, B), key_segments=(key_segments, S, B))
         query_segments = jnp.broadcast_to(query_segments, (B, T))
         key_segments = jnp.broadcast_to(key_segments, (B, S))
-    if sink_logits is not None and sink_logits.shape != (N,):
-        raise ValueError(f"sink_logits {sink_logits.shape}: want ({N},), one per query head.")
+    for name, x in (("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
+        if x is not None and (x.shape != (N,) or not jnp.issubdtype(x.dtype, jnp.floating)):
+            raise ValueError(f"{name} {x.dtype}{x.shape}: want float ({N},), one per query head.")
     if not 0 <= dropout_rate < 1 or (dropout_rate and dropout_key is None):
         raise ValueError(f"dropout_rate={dropout_rate}: want [0, 1) and a dropout_key if not 0.")
     return Operands(
@@ -176,13 +191,16 @@ def prepare(
         as_mask(mask, (B, N, T, S)),
         as_bias(bias, (B, N, T, S)),
         sink_logits,
-        jax.random.split(dropout_key, (B, N)) if dropout_key is not None else None,
+        alibi_slopes,
+        dropout_seeds(dropout_key, B, N) if dropout_key is not None and dropout_rate else None,
         rule,
         H**-0.5 if scale is None else float(scale),
         soft_cap or None,
         dropout_rate,
         precision,
         all_filled=key_order is None and key_lengths is None,
+        offset=aligned,
+        lse_wanted=True,
     )
 
 
@@ -214,7 +232,8 @@ def run_on_mesh(chosen: Implementation, operands: Operands) -> tuple[jax.Array, 
         mask=scores,
         bias=scores,
         sink_logits=(heads,),
-        dropout_keys=("batch", heads),
+        alibi_slopes=(heads,),
+        dropout_seeds=("batch", heads),
     )
     out_axes = (("batch", None, heads, None), ("batch", None, heads))
     return local(chosen.run, (axes,), out_axes)(operands)
@@ -233,31 +252,41 @@ def head_axis(kv_heads: int) -> str | None:
     return "heads" if fits else None
 
 
-def choose(operands: Operands, implementation: str | Sequence[str] | None) -> Implementation:
+def choose(operands: Operands, implementation: Choice) -> Implementation:
     """Finds the implementation for a call, or raises with every reason why not."""
     known = {i.name: i for i in IMPLEMENTATIONS}
     if implementation is None:
-        names: Sequence[str] = list(known)
+        given: Sequence[Any] = IMPLEMENTATIONS
     else:
-        names = [implementation] if isinstance(implementation, str) else list(implementation)
-    if unknown := [n for n in names if n not in known]:
+        given = implementation if isinstance(implementation, (list, tuple)) else [implementation]
+    if unknown := [i for i in given if i not in known and not hasattr(i, "refuses")]:
         raise ValueError(f"unknown implementation {unknown}: want of {sorted(known)}.")
-    reasons = {n: known[n].refuses(operands) for n in names}
-    for name, reason in reasons.items():
-        if reason is None:
-            return known[name]
+    tried: list[Implementation] = [known[i] if isinstance(i, str) else i for i in given]
+    able = [i for i in tried if i.refuses(operands) is None]
+    if implementation is None:
+        able.sort(key=lambda one: one.yields(operands) is not None)
+    if able:
+        return able[0]
+    reasons = {i.name: i.refuses(operands) for i in tried}
     raise ValueError(f"cannot serve this call: {reasons}.")
 
 
 def explain(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> dict[str, str]:
     """Lists each implementation with "serves" or the reason why it cannot serve the call.
 
-    >>> q = jnp.ones((1, 2, 1, 4))
-    >>> explain(q, q, q, dropout_rate=0.5, dropout_key=jax.random.key(0))
-    {'einsum': 'serves', 'reference': 'no dropout'}
+    One that can serve but is not the best choice says so; `implementation=None` passes it over.
+
+    >>> q = jnp.ones((1, 1024, 1, 4))
+    >>> explain(q, q, q)["einsum"]
+    'serves, but holds all 1024 x 1024 scores of a head at once'
     """
     operands = prepare(query, key, value, **_known_options(options))
-    return {i.name: i.refuses(operands) or "serves" for i in IMPLEMENTATIONS}
+    return {i.name: _said(i, operands) for i in IMPLEMENTATIONS}
+
+
+def _said(one: Implementation, operands: Operands) -> str:
+    refused, yielded = one.refuses(operands), one.yields(operands)
+    return refused or ("serves" if yielded is None else f"serves, but {yielded}")
 
 
 def as_mask(mask: jax.Array | None, want: tuple[int, int, int, int]) -> jax.Array | None:

@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.core.numerics import lone_row_doubled
+from jaxkv.ops.dropping import dropped
 from jaxkv.ops.merge import add_sink
-from jaxkv.ops.operands import Operands, capped, masked_softmax
+from jaxkv.ops.operands import Operands, masked_softmax, modified
+
+# Scores of a head, up to which taking them in tiles saves neither time nor memory.
+TILE_SCORES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +27,11 @@ class Einsum:
         """Refuses nothing: this is the path that always works."""
         del operands
         return None
+
+    def yields(self, operands: Operands) -> str | None:
+        """Yields where the scores outgrow a tile."""
+        T, S = operands.query.shape[1], operands.key.shape[1]
+        return None if T * S <= TILE_SCORES else f"holds all {T} x {S} scores of a head at once"
 
     def run(self, operands: Operands) -> tuple[jax.Array, jax.Array]:
         """Computes `(out [B, T, N, V], lse float32[B, T, N])`."""
@@ -42,11 +51,9 @@ class Einsum:
             precision=o.precision,
             preferred_element_type=jnp.float32,
         )[:, :, : G * T]
-        scores = capped(scores.reshape(B, N, T, S) * o.scale, o.soft_cap)
-        if o.bias is not None:
-            scores = scores + o.bias.astype(jnp.float32)
+        scores = modified(o, scores.reshape(B, N, T, S), o.extras())
         weights, lse = masked_softmax(scores, jnp.broadcast_to(o.seen(), scores.shape))
-        weights = self._dropped(weights, o).astype(value.dtype).reshape(B, K, G * T, S)
+        weights = dropped(weights, o).astype(value.dtype).reshape(B, K, G * T, S)
         out = jnp.einsum(
             "bkms,bskv->bkmv",
             lone_row_doubled(weights, 2),
@@ -57,13 +64,3 @@ class Einsum:
         out = out.reshape(B, N, T, V).swapaxes(1, 2)
         out, lse = add_sink(out, lse.swapaxes(1, 2), o.sink_logits)
         return out.astype(o.value.dtype), lse
-
-    def _dropped(self, weights: jax.Array, o: Operands) -> jax.Array:
-        if not o.dropout_rate or o.dropout_keys is None:
-            return weights
-
-        def draw(key: jax.Array) -> jax.Array:
-            return jax.random.bernoulli(key, 1.0 - o.dropout_rate, weights.shape[2:])
-
-        keep = jax.vmap(jax.vmap(draw))(o.dropout_keys)
-        return jnp.where(keep, weights / (1.0 - o.dropout_rate), 0.0)

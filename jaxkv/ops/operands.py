@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,20 @@ from jaxkv.core.trees import static
 from jaxkv.core.visibility import Visibility, visible
 
 
+class Extras(NamedTuple):
+    """What is added to the scores, in shapes that broadcast against them; each may be None.
+
+    Attributes:
+      bias: The caller's.
+      slopes: ALiBi's, one per head.
+      distance: float32, how far each key stands from each query, in tokens.
+    """
+
+    bias: jax.Array | None
+    slopes: jax.Array | None
+    distance: jax.Array | None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
@@ -21,8 +35,10 @@ class Operands:
 
     Shapes: query `[B, T, N, H]`, key `[B, S, K, H]`, value `[B, S, K, V]`; orders int32 `[B|1, T]`
     and `[B|1, S]` (-1 = unfilled); segments int32 `[B, T]`, `[B, S]` or None; mask bool and
-    bias float, both 4-D and broadcastable to `[B, N, T, S]`, or None; sink_logits float `[N]`;
-    dropout_keys `[B, N]`, a PRNG key per row and head, so that a mesh draws what one device draws.
+    bias float, both 4-D and broadcastable to `[B, N, T, S]`, or None; sink_logits and alibi_slopes
+    float `[N]`; dropout_seeds uint32 `[B, N, 2]`, for each row and head, so that a mesh draws what
+    one device draws. `offset` is the order of query 0 among the keys where it is known and all
+    orders count up by one, else None.
     """
 
     query: jax.Array
@@ -35,13 +51,16 @@ class Operands:
     mask: jax.Array | None
     bias: jax.Array | None
     sink_logits: jax.Array | None
-    dropout_keys: jax.Array | None
+    alibi_slopes: jax.Array | None
+    dropout_seeds: jax.Array | None
     rule: Visibility = static()
     scale: float = static()
     soft_cap: float | None = static()
     dropout_rate: float = static()
     precision: Any = static()
     all_filled: bool = static()
+    offset: int | None = static()
+    lse_wanted: bool = static()
 
     @property
     def groups(self) -> int:
@@ -69,6 +88,13 @@ class Operands:
         real = (self.q_segments != 0)[:, :, None, None]
         return jnp.where(real, self.query, jnp.zeros((), self.query.dtype))
 
+    def extras(self) -> Extras:
+        """Gathers what is added to scores `[B, N, T, S]`."""
+        if self.alibi_slopes is None:
+            return Extras(self.bias, None, None)
+        distance = distances(self.q_order, self.k_order)[:, None]
+        return Extras(self.bias, self.alibi_slopes[:, None, None][None], distance)
+
     def seen(self) -> jax.Array:
         """Applies the visibility rule: bool `[B|1, N|1, T, S]`."""
         return visible(
@@ -88,6 +114,10 @@ class Implementation(Protocol):
         """Says which feature is missing for this call, or `None` if it can serve."""
         ...
 
+    def yields(self, operands: Operands) -> str | None:
+        """Says why another one suits this call better, though this one can serve; else `None`."""
+        ...
+
     def run(self, operands: Operands) -> tuple[jax.Array, jax.Array]:
         """Computes `(out [B, T, N, V], lse float32[B, T, N])`, sinks included."""
         ...
@@ -96,6 +126,21 @@ class Implementation(Protocol):
 def capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
     """Squashes scores into (-cap, cap) by tanh (Gemma 2, arXiv:2408.00118, section 2)."""
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def modified(o: Operands, scores: jax.Array, extras: Extras) -> jax.Array:
+    """Turns bare products into scores: scale, soft-cap, then what is added; float32."""
+    scores = capped(scores * o.scale, o.soft_cap)
+    if extras.bias is not None:
+        scores = scores + extras.bias.astype(jnp.float32)
+    if extras.slopes is not None and extras.distance is not None:
+        scores = scores - extras.slopes.astype(jnp.float32) * extras.distance
+    return scores
+
+
+def distances(q_order: jax.Array, k_order: jax.Array) -> jax.Array:
+    """Counts the tokens between queries `[..., T]` and keys `[..., S]`: float32 `[..., T, S]`."""
+    return jnp.abs(q_order[..., :, None] - k_order[..., None, :]).astype(jnp.float32)
 
 
 def masked_softmax(scores: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:

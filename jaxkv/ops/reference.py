@@ -8,8 +8,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxkv.ops.dropping import dropped
 from jaxkv.ops.merge import add_sink
-from jaxkv.ops.operands import Operands, capped, masked_softmax
+from jaxkv.ops.operands import Operands, masked_softmax, modified
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +20,14 @@ class Reference:
     name: str = "reference"
 
     def refuses(self, operands: Operands) -> str | None:
-        """Refuses dropout, whose mask is another implementation's own."""
-        return "no dropout" if operands.dropout_rate else None
+        """Refuses nothing."""
+        del operands
+        return None
+
+    def yields(self, operands: Operands) -> str | None:
+        """Yields to the others, which need not be so plain."""
+        del operands
+        return "slow: it is what the others are held to"
 
     def run(self, operands: Operands) -> tuple[jax.Array, jax.Array]:
         """Computes `(out [B, T, N, V], lse float32[B, T, N])`."""
@@ -31,11 +38,10 @@ class Reference:
 
         highest = jax.lax.Precision.HIGHEST
         scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision=highest)
-        scores = capped(scores * o.scale, o.soft_cap)
-        if o.bias is not None:
-            scores = scores + o.bias.astype(jnp.float32)
+        scores = modified(o, scores, o.extras())
         seen = jnp.broadcast_to(o.seen(), scores.shape)
         weights, lse = masked_softmax(scores, seen)
+        weights = dropped(weights, o)
         out = jnp.einsum("bnts,bsnv->btnv", weights, value, precision=highest)
         out, lse = add_sink(out, lse.swapaxes(1, 2), o.sink_logits)
         return out.astype(o.value.dtype), lse

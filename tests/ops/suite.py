@@ -13,14 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.ops.api import attention
+from jaxkv.ops.blockwise import Blockwise
+from jaxkv.ops.einsum import Einsum
+from jaxkv.ops.reference import Reference
 from tests.support import dense
 from tests.support.tolerances import assert_close
 
-# Each implementation with what it refuses: every test of this folder runs with each. A new
-# kernel joins by its line here.
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "einsum": (),
-    "reference": ("no dropout",),
+# Every test of this folder runs with each. A new kernel joins by its line here.
+IMPLEMENTATIONS: dict[str, Any] = {
+    "einsum": Einsum(),
+    "blockwise": Blockwise(rows=4, slots=2),
+    "reference": Reference(),
 }
 
 # Values that a program is specialised to; everything else is traced.
@@ -57,19 +60,19 @@ def operands(
     }
 
 
-def call(arrays: dict, options: dict, implementation: str) -> Any:
+def call(arrays: dict, options: dict, implementation: Any) -> Any:
     """Computes `(out, lse)`."""
     return attention(**arrays, **options, implementation=implementation, return_lse=True)
 
 
-def call_and_pull(arrays: dict, options: dict, implementation: str, bars: Any) -> Any:
+def call_and_pull(arrays: dict, options: dict, implementation: Any, bars: Any) -> Any:
     """Computes `(out, lse)` and the gradient by every array."""
     outs, pull = jax.vjp(lambda arrays: call(arrays, options, implementation), arrays)
     return outs, pull(bars)[0]
 
 
 @functools.cache
-def compiled(fn: Any, implementation: str, static: tuple[tuple[str, Any], ...]) -> Any:
+def compiled(fn: Any, implementation: Any, static: tuple[tuple[str, Any], ...]) -> Any:
     """Compiles `fn(arrays, traced options, ...)` for fixed static options."""
 
     def program(arrays: dict, traced: dict, *rest: Any) -> Any:
@@ -78,7 +81,7 @@ def compiled(fn: Any, implementation: str, static: tuple[tuple[str, Any], ...]) 
     return jax.jit(program, compiler_options=QUICK)
 
 
-def run(fn: Any, implementation: str, jit: bool, arrays: Any, options: Any, *rest: Any) -> Any:
+def run(fn: Any, implementation: Any, jit: bool, arrays: Any, options: Any, *rest: Any) -> Any:
     """Calls `fn` as one program or operation by operation, and fetches what it gives."""
     arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
     traced = {k: jnp.asarray(v) for k, v in options.items() if k not in STATIC}
@@ -90,14 +93,14 @@ def run(fn: Any, implementation: str, jit: bool, arrays: Any, options: Any, *res
 
 
 def outputs(
-    implementation: str, arrays: Mapping[str, Any], *, jit: bool = False, **options: Any
+    implementation: Any, arrays: Mapping[str, Any], *, jit: bool = False, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes `(out, lse)` as NumPy arrays."""
     return run(call, implementation, jit, arrays, options)
 
 
 def outputs_and_gradients(
-    implementation: str, arrays: Mapping[str, Any], bars: Any, *, jit: bool = False, **options: Any
+    implementation: Any, arrays: Mapping[str, Any], bars: Any, *, jit: bool = False, **options: Any
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Computes out, lse and the gradient by every array, for the results' gradients `bars`."""
     (out, lse), grads = run(call_and_pull, implementation, jit, arrays, options, bars)
@@ -112,7 +115,7 @@ def bars_for(arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check(
-    implementation: str,
+    implementation: Any,
     arrays: Mapping[str, Any],
     *,
     gradients: bool = True,
@@ -123,7 +126,7 @@ def check(
     """Holds outputs, log-sum-exps and all gradients against float64.
 
     Args:
-      implementation: Name of the implementation under test.
+      implementation: The one under test.
       arrays: Differentiable operands by name.
       gradients: Also compare gradients.
       jit: As one compiled program, with every array option traced.
@@ -163,7 +166,7 @@ def compare(arrays: Mapping[str, Any], got: Any, want: dense.Result) -> None:
         assert not grads["query"][blind].any(), "a query that sees nothing has gradient 0"
 
 
-def seen_keys(implementation: str, T: int, S: int, B: int = 1, **options: Any) -> list:
+def seen_keys(implementation: Any, T: int, S: int, B: int = 1, **options: Any) -> list:
     """Finds which keys each query of each row mixes: sets, as `[B][T]`.
 
     All scores are equal and the values are unit vectors, so the output is the weights.

@@ -3,7 +3,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from jaxkv.ops import api
 from jaxkv.ops.api import attention, explain
 from tests.ops.suite import IMPLEMENTATIONS, operands
 
-DROPOUT = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
 ONES = np.ones
 
 
@@ -21,8 +19,13 @@ def test_every_implementation_is_under_test():
 
 
 def test_explain_lists_who_serves_and_why_not():
-    assert explain(**operands()) == {"einsum": "serves", "reference": "serves"}
-    assert explain(**operands(), **DROPOUT) == {"einsum": "serves", "reference": "no dropout"}
+    small = explain(**operands())
+    assert small["einsum"] == "serves"
+    assert small["blockwise"] == "serves, but has one tile"
+    assert small["reference"] == "serves, but slow: it is what the others are held to"
+    large = explain(**operands(T=300, S=400))
+    assert large["einsum"] == "serves, but holds all 300 x 400 scores of a head at once"
+    assert large["blockwise"] == "serves"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +35,13 @@ class Marked:
     name: str
     mark: float
     reason: str | None = None
+    late: str | None = None
 
     def refuses(self, operands):
         return self.reason
+
+    def yields(self, operands):
+        return self.late
 
     def run(self, operands):
         B, T, N, _ = operands.query.shape
@@ -56,6 +63,20 @@ def test_none_takes_the_first_that_serves(marked):
     assert marked(None) == 2.0
 
 
+def test_none_passes_over_one_that_yields_but_a_name_does_not(monkeypatch, marked):
+    table = (Marked("good", 2.0, late="another suits it better"), Marked("plain", 3.0))
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", table)
+    assert marked(None) == 3.0
+    assert marked(["good", "plain"]) == 2.0
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", table[:1])
+    assert marked(None) == 2.0
+
+
+def test_one_of_your_own_serves(marked):
+    assert marked(Marked("mine", 7.0)) == 7.0
+    assert marked(["fast", Marked("mine", 7.0)]) == 7.0
+
+
 def test_a_sequence_is_tried_in_its_own_order(marked):
     assert marked(["plain", "good"]) == 3.0
     assert marked(("fast", "good")) == 2.0
@@ -71,11 +92,6 @@ def test_a_name_fails_with_the_reason(marked, names):
 def test_unknown_names_fail_even_beside_known_ones(marked):
     with pytest.raises(ValueError, match=r"unknown implementation \['flash'\].*'fast', 'good'"):
         marked(["good", "flash"])
-
-
-def test_reference_refuses_dropout_by_name():
-    with pytest.raises(ValueError, match="'reference': 'no dropout'"):
-        attention(**operands(), **DROPOUT, implementation="reference")
 
 
 WRONG = {

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from jaxkv.ops.api import attention
-from tests.ops.suite import IMPLEMENTATIONS, QUICK, call, check, operands, outputs
+from tests.ops.suite import QUICK, call, check, operands, outputs
 from tests.support import dense
 from tests.support.tolerances import assert_close
 
-DROPPING = [name for name, refused in IMPLEMENTATIONS.items() if "no dropout" not in refused]
-pytestmark = pytest.mark.parametrize("implementation", DROPPING)
 RATE = 0.4
 
 

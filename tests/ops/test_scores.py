@@ -132,7 +132,36 @@ class TestSinks:
             assert_close(grads[name], bare[2][name])
         assert not grads["sink_logits"].any()
 
+    @pytest.mark.parametrize("name", ["sink_logits", "alibi_slopes"])
     @pytest.mark.parametrize("shape", [(1,), (2,), (1, 4)])
-    def test_sinks_of_other_shapes_raise(self, shape):
-        with pytest.raises(ValueError, match=r"sink_logits \(.*: want \(4,\), one per query head"):
-            attention(**operands(), sink_logits=jnp.zeros(shape))
+    def test_numbers_per_head_of_other_shapes_raise(self, name, shape):
+        with pytest.raises(ValueError, match=rf"{name} float32\(.*: want float \(4,\), one per"):
+            attention(**operands(), **{name: jnp.zeros(shape)})
+
+
+class TestAlibi:
+    """Press et al. 2022 (arXiv:2108.12409): scores fall with the distance."""
+
+    def test_scores_fall_by_the_slope_for_each_token_between(self, implementation):
+        arrays = {
+            "query": np.zeros((1, 1, 2, 1), np.float32),
+            "key": np.zeros((1, 3, 1, 1), np.float32),
+            "value": np.eye(3, dtype=np.float32).reshape(1, 3, 1, 3),
+            "alibi_slopes": np.array([0.0, np.log(2.0)], np.float32),
+        }
+        out, _ = outputs(implementation, arrays, jit=True, causal=True, offset=2)
+        assert_close(out[0, 0], [[1 / 3, 1 / 3, 1 / 3], [1 / 7, 2 / 7, 4 / 7]])
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_slopes_and_their_gradients_match_float64(self, implementation, causal):
+        arrays = operands() | {"alibi_slopes": np.array([0.5, 0.25, 0.1, -0.2], np.float32)}
+        options = {"causal": causal, "offset": np.array([-1, 2]), "soft_cap": 2.0}
+        _, _, grads = check(implementation, arrays, **options)
+        assert (grads["alibi_slopes"] != 0).all()
+
+    def test_slopes_join_a_bias_and_follow_given_orders(self, implementation):
+        extras = {"alibi_slopes": normal("slope", 4), "bias": normal("bias", 2, 1, 3, 5)}
+        key_order = np.array([[4, 0, 2, -1, 1], [3, 1, -1, -1, 0]], np.int32)
+        query_order = np.array([[0, 2, 5], [1, 1, 4]], np.int32)
+        options = {"query_order": query_order, "key_order": key_order, "causal": True}
+        check(implementation, operands() | extras, **options)

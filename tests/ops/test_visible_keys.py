@@ -224,7 +224,7 @@ class TestMask:
         arrays = operands()
         mask = np.array([False, False, True, False, False])
         out, _, _ = check(implementation, arrays, mask=mask)
-        np.testing.assert_array_equal(out, np.repeat(arrays["value"][:, [2, 2, 2]], 2, axis=2))
+        assert_close(out, np.repeat(arrays["value"][:, [2, 2, 2]], 2, axis=2))
         with pytest.raises(ValueError, match="mask is int32: want bool, True = keep"):
             attention(**arrays, mask=mask.astype(np.int32), implementation=implementation)
 

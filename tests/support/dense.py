@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "sink_logits")
-
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -35,14 +33,21 @@ def sees(i: int, j: int, causal: bool, window: int | tuple[int, int] | None, pin
     return i - left <= j <= i + right
 
 
+def orders(shape: tuple[int, int, int], given: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Places queries `[B, T]` and keys `[B, S]` by the options of `ops.attention`."""
+    B, T, S = shape
+    offset = np.broadcast_to(np.asarray(given.get("offset", 0)), (B,))
+    q_order = np.broadcast_to(given.get("query_order", np.arange(T)[None]), (B, T))
+    return q_order + offset[:, None], np.broadcast_to(
+        given.get("key_order", np.arange(S)[None]), (B, S)
+    )
+
+
 def visible(shape: tuple[int, int, int, int], options: Mapping[str, Any]) -> np.ndarray:
     """Builds bool `[B, N, T, S]` key by key from the options of `ops.attention`."""
     B, N, T, S = shape
     given = dict(options)
-    offset = np.broadcast_to(np.asarray(given.get("offset", 0)), (B,))
-    q_order = np.broadcast_to(given.get("query_order", np.arange(T)[None]), (B, T))
-    q_order = q_order + offset[:, None]
-    k_order = np.broadcast_to(given.get("key_order", np.arange(S)[None]), (B, S))
+    q_order, k_order = orders((B, T, S), given)
     q_count = np.broadcast_to(given.get("query_lengths", T), (B,))
     k_count = np.broadcast_to(given.get("key_lengths", S), (B,))
     q_segments = given.get("query_segments")
@@ -69,7 +74,7 @@ def attention(
 
     Args:
       arrays: query `[B, T, N, H]`, key `[B, S, K, H]`, value `[B, S, K, V]`, and maybe bias
-        (broadcastable to `[B, N, T, S]`) and sink_logits `[N]`.
+        (broadcastable to `[B, N, T, S]`), sink_logits `[N]` and alibi_slopes `[N]`.
       options: As in `ops.attention`.
       bars: The loss's gradients by out `[B, T, N, V]` and lse `[B, T, N]`.
       keep: `[B, N, T, S]`, what dropout multiplies the weights by.
@@ -85,6 +90,8 @@ def attention(
     seen = visible((B, N, T, S), options)
     bias = np.broadcast_to(x.get("bias", 0.0), (B, N, T, S))
     keep = np.ones((B, N, T, S)) if keep is None else keep
+    slopes = x.get("alibi_slopes", np.zeros(N))
+    q_order, k_order = orders((B, T, S), options)
 
     out, lse = np.zeros((B, T, N, V)), np.full((B, T, N), -np.inf)
     grads = {name: np.zeros(array.shape) for name, array in x.items()}
@@ -93,7 +100,9 @@ def attention(
         keys = np.flatnonzero(seen[b, n, t])
         k = n // G
         raw = scale * x["key"][b, keys, k] @ x["query"][b, t, n]
-        scores = (raw if cap is None else cap * np.tanh(raw / cap)) + bias[b, n, t, keys]
+        distance = np.abs(q_order[b, t] - k_order[b, keys])
+        scores = raw if cap is None else cap * np.tanh(raw / cap)
+        scores = scores + bias[b, n, t, keys] - slopes[n] * distance
         # A sink is one more score, whose value is 0.
         extra = [x["sink_logits"][n]] if "sink_logits" in x else []
         everything = np.concatenate([scores, extra])
@@ -116,6 +125,8 @@ def attention(
         if extra:
             grads["sink_logits"][n] += everything_bar[-1]
         bias_bar[b, n, t, keys] = scores_bar
+        if "alibi_slopes" in x:
+            grads["alibi_slopes"][n] -= scores_bar @ distance
         raw_bar = scores_bar if cap is None else scores_bar * (1 - np.tanh(raw / cap) ** 2)
         grads["query"][b, t, n] += scale * raw_bar @ x["key"][b, keys, k]
         grads["key"][b, keys, k] += scale * np.outer(raw_bar, x["query"][b, t, n])
