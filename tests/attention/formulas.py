@@ -116,3 +116,18 @@ def latent_attention(
         weights = np.exp(scores - scores.max())
         out[b, t, n] = weights / weights.sum() @ values  # eq. 18
     return linear(p["out"], out, 2)  # eq. 19
+
+
+# Multi-head and multi-query attention are grouped-query attention with N and with 1 KV heads, and
+# these tests of the suite compile long programs that the number of KV heads hardly changes.
+LIKE_GROUPED_QUERY = (
+    "test_an_exported_step_comes_back",
+    "test_jax_14_checkpointed_calls_store_once",
+    "test_jax_11_layers_in_one_scan",
+    "test_jax_09_a_while_loop_over_scanned",
+    "test_nan_01_a_row_that_is_all_padding",
+    "test_vmap_over_a_batch_of_caches",
+    "test_a_mesh_changes_nothing[8x1",
+    "test_a_mesh_changes_nothing[2x4-explicit",
+    "test_a_mesh_changes_nothing[1x8-auto",
+)

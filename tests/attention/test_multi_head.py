@@ -14,12 +14,13 @@ from jaxkv.core.rotary import Rotary
 from jaxkv.testing.conformance import AttentionConformance
 from jaxkv.testing.suite import call, feed
 from jaxkv.testing.tolerances import assert_close
-from tests.attention.formulas import head_attention, parameters, perturbed
+from tests.attention.formulas import LIKE_GROUPED_QUERY, head_attention, parameters, perturbed
 
 X = np.random.default_rng(0).normal(size=(2, 6, 16)).astype(np.float32)
 
 
 class TestConformance(AttentionConformance):
+    in_full = LIKE_GROUPED_QUERY
     variant = MultiHeadAttention
 
 

@@ -10,12 +10,13 @@ from jaxkv.attention import GroupedQueryAttention, MultiQueryAttention
 from jaxkv.testing.conformance import AttentionConformance
 from jaxkv.testing.suite import call, feed
 from jaxkv.testing.tolerances import assert_close, assert_trees_equal
-from tests.attention.formulas import parameters, perturbed
+from tests.attention.formulas import LIKE_GROUPED_QUERY, parameters, perturbed
 
 X = np.random.default_rng(0).normal(size=(2, 6, 16)).astype(np.float32)
 
 
 class TestConformance(AttentionConformance):
+    in_full = LIKE_GROUPED_QUERY
     variant = MultiQueryAttention
 
 

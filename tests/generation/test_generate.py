@@ -21,9 +21,9 @@ PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4]]
 
 
 @functools.cache
-def model(variant: type = jaxkv.GroupedQueryAttention) -> jaxkv.Decoder:
+def model(variant: type = jaxkv.GroupedQueryAttention, layers: int = 1) -> jaxkv.Decoder:
     factory = functools.partial(variant, num_heads=4, rotary=jaxkv.Rotary())
-    return jaxkv.Decoder(VOCAB, 32, 2, factory, rngs=nnx.Rngs(3))
+    return jaxkv.Decoder(VOCAB, 32, layers, factory, rngs=nnx.Rngs(3))
 
 
 def score(decoder: jaxkv.Decoder, tokens: list[int]) -> np.ndarray:
@@ -40,7 +40,7 @@ def _forward(decoder: jaxkv.Decoder, row: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("variant", [jaxkv.GroupedQueryAttention, jaxkv.MultiHeadLatentAttention])
 def test_greedy_tokens_equal_scoring_without_a_cache(variant: type) -> None:
-    decoder = model(variant)
+    decoder = model(variant, layers=2)
     made = generate(decoder, PROMPTS, max_new_tokens=NEW)
     for prompt, got in zip(PROMPTS, made.rows(), strict=True):
         tokens = list(prompt)

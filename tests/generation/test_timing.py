@@ -26,7 +26,7 @@ def model(window: int | None = None) -> jaxkv.Decoder:
     factory = functools.partial(
         jaxkv.GroupedQueryAttention, num_heads=4, rotary=jaxkv.Rotary(), window=window
     )
-    return jaxkv.Decoder(VOCAB, 32, 2, factory, rngs=nnx.Rngs(3))
+    return jaxkv.Decoder(VOCAB, 32, 1, factory, rngs=nnx.Rngs(3))
 
 
 @functools.cache
