@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in tiles: edges, transforms, what is skipped, and how much memory it takes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.ops import blockwise
+from jaxkv.ops.api import attention, prepare
+from jaxkv.ops.blockwise import Blockwise
+from jaxkv.ops.tiles import Cut, live_tiles
+from tests.ops.suite import (
+    QUICK,
+    bars_for,
+    call,
+    check,
+    compare,
+    normal,
+    operands,
+    outputs,
+    outputs_and_gradients,
+)
+from tests.support import dense
+from tests.support.tolerances import assert_close
+
+
+@pytest.mark.parametrize(("T", "S"), [(4, 12), (12, 4), (5, 13)])
+def test_fla_01_unequal_lengths(T, S):
+    check(Blockwise(rows=8, slots=4), operands(T=T, S=S), causal=True, offset=S - T)
+
+
+@pytest.mark.parametrize(("T", "size"), [(13, 8), (192, 128)])
+def test_fla_02_lengths_that_are_no_multiple_of_the_tile(T, size):
+    arrays = operands(B=1, T=T, S=T, N=2, K=1)
+    how = Blockwise(rows=2 * size, slots=size)
+    bars = bars_for(arrays)
+    first = outputs_and_gradients(how, arrays, bars, jit=True, causal=True)
+    compare(arrays, first, dense.attention(arrays, {"causal": True}, bars))
+    for _ in range(9):
+        again = outputs_and_gradients(how, arrays, bars, jit=True, causal=True)
+        for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(first), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 100])
+@pytest.mark.parametrize("slots", [1, 2, 11, 100])
+def test_tiles_of_every_size_agree(rows, slots):
+    check(Blockwise(rows, slots), operands(T=7, S=11), jit=True, causal=True, offset=2)
+
+
+def test_fla_05_gradients_of_a_key_are_summed_over_its_group():
+    how, arrays = Blockwise(rows=4, slots=2), operands()
+    bars = bars_for(arrays)
+    _, _, grads = outputs_and_gradients(how, arrays, bars)
+    repeated = arrays | {n: np.repeat(arrays[n], 2, axis=2) for n in ("key", "value")}
+    _, _, apart = outputs_and_gradients("reference", repeated, bars)
+    for name in ("key", "value"):
+        B, S, N, width = apart[name].shape
+        want = apart[name].reshape(B, S, N // 2, 2, width).sum(3)
+        np.testing.assert_allclose(grads[name], want, rtol=0, atol=1e-5)
+
+
+def test_fla_05_gradients_equal_finite_differences():
+    how = Blockwise(rows=4, slots=2)
+    arrays = {n: jnp.asarray(x) for n, x in operands(B=1, T=3, S=3, H=2, V=2).items()}
+    bars = bars_for(arrays)
+
+    def loss(key):
+        out, lse = call(arrays | {"key": key}, {"causal": True}, how)
+        return jnp.sum(out * bars[0]) + jnp.sum(lse * bars[1])
+
+    got, losses = jax.grad(loss)(arrays["key"]), jax.jit(jax.vmap(loss))
+    step = 1e-2 * jnp.eye(arrays["key"].size).reshape(-1, *arrays["key"].shape)
+    up, down = (losses(arrays["key"][None] + s * step) for s in (1, -1))
+    want = (up - down).reshape(arrays["key"].shape) / 2e-2
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-3)
+
+
+WRAPPED = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "checkpoint of jit": lambda f: jax.checkpoint(jax.jit(f)),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c, f(x)), None, length=2)[1][1],
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_fla_07_transforms_nest(wrap):
+    arrays = {n: jnp.asarray(x) for n, x in operands(B=1, T=16, S=17, N=2, K=1).items()}
+    options, bars = {"causal": True, "offset": 1}, bars_for(arrays)
+
+    def loss(arrays):
+        out, lse = call(arrays, options, Blockwise(rows=8, slots=4))
+        return jnp.sum(out * bars[0]) + jnp.sum(lse * bars[1])
+
+    want = dense.attention(arrays, options, bars).grads
+    for grads in (jax.grad(wrap(loss))(arrays), jax.jit(jax.grad(wrap(loss)))(arrays)):
+        for name, grad in grads.items():
+            assert_close(grad, want[name], terms=32, what=name)
+
+
+def test_a_linear_form_can_be_used_again():
+    arrays = {n: jnp.asarray(x) for n, x in operands().items()}
+    _, pull = jax.vjp(lambda a: call(a, {}, Blockwise(rows=4, slots=2)), arrays)
+    bars = [bars_for(arrays), tuple(2 * b for b in bars_for(arrays))]
+    once, twice = (pull(b)[0] for b in bars)
+    jax.tree.map(lambda a, b: assert_close(b, 2 * np.asarray(a), terms=24), once, twice)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda a: call(a, {}, Blockwise(rows=4, slots=2)), (arrays,), (arrays,))
+
+
+SHAPES = [(1, 1, 3, 5), (1, 4, 3, 5), (2, 1, 3, 5), (2, 4, 3, 5), (2, 4, 1, 5), (5,), (3, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fla_09_gradients_of_biases_of_every_shape(shape):
+    arrays = operands() | {"bias": normal("bias", *shape)}
+    _, _, grads = check(Blockwise(rows=4, slots=2), arrays, causal=True, offset=np.array([0, 2]))
+    assert grads["bias"].shape == shape
+
+
+def test_fla_10_no_gradient_goes_missing():
+    extras = {
+        "bias": normal("bias", 4, 3, 5)[None],
+        "sink_logits": normal("sink", 4),
+        "alibi_slopes": np.array([0.5, 0.2, 0.1, 0.05], np.float32),
+    }
+    arrays = {n: jnp.asarray(x) for n, x in (operands() | extras).items()}
+    how, bars = Blockwise(rows=4, slots=2), bars_for(arrays)
+    _, _, grads = check(how, arrays, soft_cap=3.0)
+    assert all((grad != 0).any() for grad in grads.values())
+
+    # A scale that is learned per head multiplies the queries.
+    def loss(scales, how):
+        scaled = arrays | {"query": arrays["query"] * scales[None, None, :, None]}
+        return jnp.sum(call(scaled, {}, how)[0] * bars[0])
+
+    ours, theirs = (jax.grad(loss)(jnp.arange(1.0, 5.0), i) for i in (how, "reference"))
+    assert (ours != 0).all()
+    assert_close(ours, theirs, terms=24)
+
+
+def test_a_gradient_nobody_asks_for_is_not_computed():
+    arrays = {n: jnp.asarray(x) for n, x in operands(T=64, S=64).items()}
+    bias = jnp.ones((2, 4, 64, 64))
+
+    def loss(query, bias):
+        return jnp.sum(call(arrays | {"query": query, "bias": bias}, {}, Blockwise(16, 8))[0])
+
+    compiled = jax.jit(jax.grad(loss)).lower(arrays["query"], bias).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < bias.nbytes
+
+
+# Every pair of values of two features meets in some case (see `covering`).
+FEATURES = {
+    "rule": {
+        "all": {},
+        "causal": {"causal": True, "offset": np.array([3, -2])},
+        "window": {"causal": True, "window": 4, "offset": np.array([4, 0])},
+        "both sides": {"window": (2, 1), "offset": 3},
+        "pinned": {"causal": True, "window": 3, "pinned": 2, "offset": 4},
+    },
+    "heads": {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)},
+    "score": {"plain": {}, "capped": {"soft_cap": 1.5}, "scaled": {"scale": 0.7}},
+    "bias": {"none": None, "rows": (2, 1, 7, 11), "heads": (1, 4, 1, 11), "keys": (11,)},
+    "extra": {"none": (), "sinks": ("sink_logits",), "alibi": ("alibi_slopes",)},
+    "tokens": {
+        "all": {},
+        "ragged": {"query_lengths": np.array([7, 4]), "key_lengths": np.array([5, 11])},
+        "segments": {
+            "query_segments": np.array([[1, 1, 2, 2, 2, 0, 3], [0, 0, 1, 1, 1, 1, 1]], np.int32),
+            "key_segments": np.array([[1] * 4 + [2] * 5 + [0, 3], [0] + [1] * 10], np.int32),
+        },
+        "mask": {"mask": normal("keep", 2, 1, 7, 11) > -0.3},
+        "slots": {"key_order": np.array([[3, 4, 5, 6, -1, -1, 0, 1, 2, 7, 8]], np.int32)},
+    },
+    "dtype": {"f32": np.float32, "bf16": jnp.bfloat16},
+}
+
+
+def covering():
+    """Draws cases until every two values of two features have met, by a fixed generator."""
+    rng = np.random.default_rng(0)
+    names = list(FEATURES)
+    pairs = {
+        (a, x, b, y)
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+        for x in FEATURES[a]
+        for y in FEATURES[b]
+    }
+    cases = []
+    while pairs:
+        drawn = [{n: rng.choice(list(FEATURES[n])).item() for n in names} for _ in range(60)]
+        met = [
+            {(a, c[a], b, c[b]) for i, a in enumerate(names) for b in names[i + 1 :]} & pairs
+            for c in drawn
+        ]
+        best = max(range(len(drawn)), key=lambda i: len(met[i]))
+        if met[best]:
+            pairs -= met[best]
+            cases.append(drawn[best])
+    return cases
+
+
+@pytest.mark.parametrize("case", covering(), ids=lambda case: "-".join(case.values()))
+def test_every_two_features_together(case):
+    N, K = FEATURES["heads"][case["heads"]]
+    arrays = operands(T=7, S=11, N=N, K=K, dtype=FEATURES["dtype"][case["dtype"]])
+    shape = FEATURES["bias"][case["bias"]]
+    if shape is not None:
+        arrays["bias"] = normal("bias", *shape)
+    for name in FEATURES["extra"][case["extra"]]:
+        arrays[name] = np.abs(normal(name, N, times=0.3))
+    options = {}
+    for feature in ("rule", "score", "tokens"):
+        options |= FEATURES[feature][case[feature]]
+    check(Blockwise(rows=3 * N // K, slots=4), arrays, jit=True, **options)
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["head by head", "heads together"])
+def test_the_tiles_of_a_device_give_the_same(monkeypatch, heads):
+    def on_a_device(fn, how, *args):
+        return fn(how, False, *args)
+
+    arrays = operands(T=7, S=11) | {
+        "bias": normal("bias", 1, 4, 7, 11),
+        "alibi_slopes": np.array([0.5, 0.2, 0.1, 0.05], np.float32),
+    }
+    monkeypatch.setattr(blockwise, "_by_platform", on_a_device)
+    monkeypatch.setattr("jaxkv.ops.walk.DEVICE_SCORES", heads * 2 * 4 * 3)
+    check(Blockwise(rows=4, slots=3), arrays, causal=True, offset=np.array([4, 2]))
+
+
+RULES = {
+    "causal": {"causal": True},
+    "offset": {"causal": True, "offset": np.array([-5, 9])},
+    "window": {"causal": True, "window": 9},
+    "both sides": {"window": (3, 6)},
+    "pinned": {"causal": True, "window": 5, "pinned": 3},
+    "lengths": {"query_lengths": np.array([30, 4]), "key_lengths": np.array([5, 17])},
+    "documents": {"query_segments": np.int32([[1, 2, 3, 0], [1, 1, 2, 2]]).repeat(8, 1)},
+    "mask": {"mask": np.kron(np.eye(4, dtype=bool), np.ones((8, 8), bool))},
+    "masks of heads": {"mask": normal("keep", 2, 4, 32, 32) > 2.5},
+}
+
+
+@pytest.mark.parametrize("options", RULES.values(), ids=RULES)
+def test_tiles_with_nothing_to_see_are_left_out(options):
+    B, T, N, K = 2, 32, 4, 2
+    arrays = {n: jnp.asarray(x) for n, x in operands(B=B, T=T, S=T, N=N, K=K).items()}
+    given = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    live = live_tiles(prepare(**arrays, **given), Cut(T, 5), Cut(T, 6), N // K)
+    seen = dense.visible((B, N, T, T), options)
+    for b, k, i in np.ndindex(B, K, 7):
+        group = seen[b, 2 * k : 2 * k + 2, 5 * i : 5 * i + 5].any(axis=(0, 1))
+        want = [j for j in range(6) if group[6 * j : 6 * j + 6].any()]
+        at = (min(b, live.count.shape[0] - 1), min(k, live.count.shape[1] - 1), i)
+        assert live.tiles[at][: live.count[at]].tolist() == want
+
+
+def test_nan_in_tiles_behind_the_length_reaches_nothing():
+    arrays = operands(T=6, S=20)
+    lengths = {"key_lengths": np.array([3, 11])}
+    clean = outputs_and_gradients(Blockwise(6, 4), arrays, bars_for(arrays), **lengths)
+    for name in ("key", "value"):
+        arrays[name] = arrays[name].copy()
+        arrays[name][0, 3:], arrays[name][1, 11:] = np.nan, np.inf
+    got = outputs_and_gradients(Blockwise(6, 4), arrays, bars_for(arrays), **lengths)
+    jax.tree.map(np.testing.assert_array_equal, got, clean)
+
+
+def test_dropout_does_not_depend_on_the_tiles():
+    key = jax.random.key(1)
+    made = functools.partial(outputs, dropout_rate=0.4, dropout_key=key)
+    for how in (Blockwise(4, 2), Blockwise(2, 5), "reference"):
+        assert_close(made(how, operands())[0], made("einsum", operands())[0])
+
+
+@pytest.mark.parametrize("wanted", [("rows", 0), ("slots", -1)])
+def test_tiles_of_no_size_raise(wanted):
+    name, size = wanted
+    with pytest.raises(ValueError, match=f"{name}={size}: want a tile of at least 1"):
+        Blockwise(**{name: size})
+
+
+def temporary_bytes(T, backward):
+    shapes = [jax.ShapeDtypeStruct((1, T, 8, 64), jnp.float32)] * 3
+
+    def forward(q, k, v):
+        return attention(q, k, v, causal=True, implementation="blockwise")
+
+    def loss(*qkv):
+        return jnp.sum(forward(*qkv))
+
+    fn = jax.grad(loss, (0, 1, 2)) if backward else forward
+    compiled = jax.jit(fn, compiler_options=QUICK).lower(*shapes).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradient"])
+def test_memory_grows_with_the_length_and_not_its_square(backward):
+    half, whole = (temporary_bytes(T, backward) for T in (4096, 8192))
+    assert whole <= 2.1 * half
+    # One head's scores are 64 MiB at 4,096 tokens, all heads' 512.
+    assert half <= 20 * 2**20
