@@ -19,11 +19,13 @@ import flax
 import jax
 import numpy as np
 import typer
+from families.attention import attention_cases
 from families.decode import decode_cases
 from families.latent import latent_cases
 from families.live import live_cases
 from families.measuring import QUICK, Case, Counted, Sizes, measure
 from families.model import model_cases
+from families.picture import draw
 from families.quantised import quantised_cases
 from families.ragged import ragged_cases
 from rich.console import Console
@@ -37,6 +39,7 @@ FAMILIES: dict[str, Callable[[Sizes], Iterator[Case]]] = {
     "latent": latent_cases,
     "quantised": quantised_cases,
     "model": model_cases,
+    "attention": attention_cases,
 }
 
 
@@ -94,6 +97,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="Tiny sizes, to see that it runs.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 7,
     output: Annotated[Path | None, typer.Option(help="Write the figures as JSON here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them against the length here.")] = None,
 ) -> None:
     """Runs one family of comparisons and prints the ratios."""
     if family not in FAMILIES:
@@ -113,6 +117,15 @@ def main(
     if output is not None:
         facts = {"device": device.device_kind, "versions": versions, "clock": kind}
         output.write_text(as_json(rows, facts))
+    if plot is not None:
+        points = [
+            (*row.case.series, row.case.unit, row.case.rival, row.ours, row.theirs)
+            for row in rows
+            if row.case.series is not None
+        ]
+        if not points:
+            raise typer.BadParameter(f"{family} has no case that depends on a length.")
+        draw(points, plot)
 
 
 if __name__ == "__main__":

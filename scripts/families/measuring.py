@@ -27,18 +27,20 @@ class Timed:
     make_rival: Callable[[], Step]
     goal: float | None = None
     unit: str = "ms"
+    series: tuple[str, int] | None = None  # which line of the picture, and where on it
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """One comparison of numbers that are exact."""
+    """One comparison of numbers that are exact, or of functions that find them."""
 
     name: str
     rival: str
-    ours: float
-    theirs: float
+    ours: float | Callable[[], float]
+    theirs: float | Callable[[], float]
     unit: str
     goal: float | None = None
+    series: tuple[str, int] | None = None
 
 
 Case = Timed | Counted
@@ -65,6 +67,9 @@ class Sizes:
     mlp: int = 1536
     vocab: int = 49_152
     model_slots: int = 512
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    flash_heads: int = 8
+    flash_width: int = 64
     scored: bool = True
 
     def goal(self, bound: float) -> float | None:
@@ -87,6 +92,9 @@ QUICK = Sizes(
     mlp=96,
     vocab=256,
     model_slots=64,
+    lengths=(32, 64),
+    flash_heads=2,
+    flash_width=8,
     scored=False,
 )
 
@@ -99,7 +107,7 @@ def clock() -> float:
 def measure(case: Case, repeats: int) -> tuple[float, float]:
     """Gives ours and the rival's: counts, or the medians of both, timed in turn, milliseconds."""
     if isinstance(case, Counted):
-        return case.ours, case.theirs
+        return _found(case.ours), _found(case.theirs)
     steps = case.make_ours(), case.make_rival()
     for step in steps:
         jax.block_until_ready(step())
@@ -111,6 +119,10 @@ def measure(case: Case, repeats: int) -> tuple[float, float]:
             jax.block_until_ready(step())
             log.append((clock() - start) * 1e3)
     return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _found(number: float | Callable[[], float]) -> float:
+    return number() if callable(number) else number
 
 
 def random(shape: tuple[int, ...], dtype: Any, seed: int) -> jax.Array:

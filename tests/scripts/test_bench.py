@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import attention as flash
 from families import latent, model, steps
 from families.measuring import QUICK, Counted, Sizes, Timed, measure
 
@@ -26,6 +28,7 @@ PARTS = {
     "latent": ["numbers kept", "B=1 float32"],
     "quantised": ["a token", "int4, B=1"],
     "model": ["B=1 float32"],
+    "attention": ["32 tokens, float32, gradient", "a window", "rms error"],
 }
 
 
@@ -49,6 +52,13 @@ def test_the_family_runs(
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert [row["case"] for row in rows] == [case.name for case in some]
     assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_attention_is_drawn_against_the_length(tmp_path: Path) -> None:
+    with pytest.raises(bench.typer.BadParameter, match="no case that depends on a length"):
+        bench.main("latent", quick=True, repeats=1, plot=tmp_path / "none.png")
+    bench.main("attention", quick=True, repeats=1, plot=tmp_path / "lines.png")
+    assert (tmp_path / "lines.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_times_have_goals_only_at_full_sizes() -> None:
@@ -78,6 +88,10 @@ def test_the_rivals_compute_the_same() -> None:
     ours, naive = latent.absorbed(QUICK, jnp.float32), latent.naive(QUICK, jnp.float32)
     for _ in range(2):  # the step takes back what it wrote
         close(ours(), naive())
+    for kind in flash.BOUNDS:
+        same = functools.partial(flash.step, QUICK, 32, "float32", kind)
+        for rival in (flash.of_jax, flash.of_flax):
+            jax.tree.map(close, same(flash.ours(causal=True))(), same(rival)())
     ours, plain = model.our_loop(QUICK, "float32"), model.plain_loop(QUICK, "float32")
     for _ in range(2):
         assert ours().tolist() == plain().tolist()
