@@ -109,6 +109,8 @@ def main(
     console.print(f"{device.device_kind} ({platform.machine()}), {versions}")
     kind = "CPU ms over all threads" if device.platform == "cpu" else "wall ms"
     cases = list(FAMILIES[family](QUICK if quick else Sizes()))
+    if plot is not None and all(case.series is None for case in cases):
+        raise typer.BadParameter(f"{family} has no case that depends on a length to plot.")
     rows = [
         Row(case, *measure(case, repeats))
         for case in track(cases, description=family, console=console)
@@ -118,14 +120,14 @@ def main(
         facts = {"device": device.device_kind, "versions": versions, "clock": kind}
         output.write_text(as_json(rows, facts))
     if plot is not None:
-        points = [
-            (*row.case.series, row.case.unit, row.case.rival, row.ours, row.theirs)
-            for row in rows
-            if row.case.series is not None
-        ]
-        if not points:
-            raise typer.BadParameter(f"{family} has no case that depends on a length.")
-        draw(points, plot)
+        draw(
+            [
+                (*row.case.series, row.case.unit, row.case.rival, row.ours, row.theirs)
+                for row in rows
+                if row.case.series is not None
+            ],
+            plot,
+        )
 
 
 if __name__ == "__main__":

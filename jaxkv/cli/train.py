@@ -36,6 +36,9 @@ def train(
     dtype: Annotated[
         str | None, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")
     ] = None,
+    implementation: Annotated[
+        str | None, typer.Option(help="Who computes attention; the best that can if not given.")
+    ] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 100,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     resume: Annotated[
@@ -75,7 +78,9 @@ def train(
         default_mlp(sized),
         hashlib.sha256(np.concatenate(list(data.parts.values())).tobytes()).hexdigest(),
     )
-    model = note.make(compute_numerics(dtype), dropout_rate=dropout, remat=remat, seed=seed)
+    model = note.make(
+        compute_numerics(dtype, implementation), dropout_rate=dropout, remat=remat, seed=seed
+    )
     note.write(output)
     console = Console(stderr=True)
     console.print(
