@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache.codecs import Planes
-from jaxkv.cache.index import Index
+from jaxkv.cache.index import Ends, Index
 from jaxkv.cache.reading import Reading, Tile
 from jaxkv.cache.write import add_window, tile_rows, window_of
 
@@ -115,7 +115,7 @@ class Unit:
         layout, tile = self.how.layout, self.tile
         index, count = self._index(), tile.size // tile.run
         return [
-            layout.locate(index, self.row, tile.slots, tile.run, j * count + number)
+            layout.locate(index, self.row, self._ends(), tile.run, j * count + number)
             for number in range(count)
         ]
 
@@ -125,9 +125,13 @@ class Unit:
         A block begins at a multiple of its size, or ends its entry.
         """
         rows = tile_rows(x)
-        if size % rows or (self.tile.slots // stride) % rows:
+        if size % rows or (self._ends().held // stride) % rows:
             return slot
         return slot // rows * rows
+
+    def _ends(self) -> Ends:
+        slots = self.tile.slots
+        return Ends(slots, self.how.held if self.how.layout.reads_padding else slots)
 
     def _index(self) -> Index:
         return self.how.layout.at_head(self.index, self.number % self._units())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 
 from jaxkv.cache.index import (
     UNBOUNDED,
+    Ends,
     Index,
     Layout,
     Moves,
@@ -29,6 +31,8 @@ from jaxkv.core.visibility import Visibility
 @dataclasses.dataclass(frozen=True)
 class Contiguous(Layout):
     """Keeps every token of a row, in order, in one entry of `capacity` slots."""
+
+    reads_padding: ClassVar[bool] = True
 
     def create(self, batch: int, capacity: int) -> Index:
         """Makes an empty index."""
@@ -69,10 +73,10 @@ class Contiguous(Layout):
         return live_span(index, row, size, reach)
 
     def locate(
-        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+        self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row; the last one starts early rather than run past the end."""
-        slot, order, fresh = early_block(block, size, slots)
+        slot, order, fresh = early_block(block, size, ends)
         return row, slot, jnp.where(fresh & (order < index.lengths[row]), order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:

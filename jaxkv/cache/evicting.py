@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxkv.cache.index import (
     UNBOUNDED,
+    Ends,
     Fill,
     Index,
     Jobs,
@@ -271,10 +272,10 @@ class Evicting(Layout):
         return jnp.zeros_like(end), -(-end // size)
 
     def locate(
-        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+        self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row; the last one starts early rather than run past the end."""
-        slot, _, fresh = early_block(block, size, slots)
+        slot, _, fresh = early_block(block, size, ends)
         order = _slots_of(index.state, row, slot, size)
         return row, slot, jnp.where(fresh, order, -1)
 

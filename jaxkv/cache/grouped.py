@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxkv.cache.codecs import Codec, Raw
-from jaxkv.cache.index import Blocks, Index, Reach, early_block
+from jaxkv.cache.index import Blocks, Ends, Index, Reach, early_block
 
 # Groups that a residual has slots for: the newest, which is open, the whole one that is kept
 # behind it, and the one before, which a rollback into the whole one brings back.
@@ -66,10 +66,10 @@ class Newest(Blocks):
         return none, jnp.where(index.lengths[row] > 0, -(-slots // size), none)
 
     def locate(
-        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+        self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds a block; the last one starts early rather than run past the end."""
-        slot, place, fresh = early_block(block, size, slots)
+        slot, place, fresh = early_block(block, size, ends)
         order = self.orders(index.lengths[row], place)
         return row, slot, jnp.where(fresh, order, -1)
 

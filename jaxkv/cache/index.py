@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -216,16 +216,26 @@ def live_span(index: Index, row: jax.Array, size: int, reach: Reach) -> tuple[ja
     return first // size, -(-jnp.minimum(end, index.lengths[row]) // size)
 
 
-def early_block(block: jax.Array, size: int, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+class Ends(NamedTuple):
+    """Where the slots of an entry end: those of the layout, and those that may be read.
+
+    Padding that is read like slots never filled keeps blocks at whole tiles of a TPU.
+    """
+
+    slots: int
+    held: int
+
+
+def early_block(block: jax.Array, size: int, ends: Ends) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Finds a block of an entry; the last one starts early rather than run past the end.
 
     Returns:
       Its first slot, its slots int32 `[size]`, and which of them are no earlier block's.
     """
     begin = block * size
-    slot = jnp.minimum(begin, slots - size)
+    slot = jnp.minimum(begin, ends.held - size)
     place = slot + jnp.arange(size, dtype=jnp.int32)
-    return slot, place, place >= begin
+    return slot, place, (place >= begin) & (place < ends.slots)
 
 
 @jax.tree_util.register_dataclass
@@ -245,7 +255,13 @@ class Moves:
 
 
 class Blocks(Protocol):
-    """The part of a layout that a read needs."""
+    """The part of a layout that a read needs.
+
+    Attributes:
+      reads_padding: Whether `locate` gives slots of padding too, as slots never filled.
+    """
+
+    reads_padding: ClassVar[bool] = False
 
     @property
     def per_head(self) -> bool:
@@ -262,7 +278,7 @@ class Blocks(Protocol):
         ...
 
     def locate(
-        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+        self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds a row's block: `(entry, first slot, order int32[size])`, -1 = not to be read."""
         ...

@@ -380,6 +380,7 @@ class LayerCache(Verbs):
             scoring.scale,
             max(1, query.shape[2] // r.spec.kv_heads),
             r.whole_slots,
+            r.held_slots,
             scoring.soft_cap,
             scoring.precision,
             view,

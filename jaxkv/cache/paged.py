@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxkv.cache.index import (
     UNBOUNDED,
+    Ends,
     Index,
     Layout,
     Moves,
@@ -140,15 +141,15 @@ class Paged(Layout):
         return live_span(index, row, size, reach)
 
     def locate(
-        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+        self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row, which lies within one page, or past the row's end."""
         begin = block * size
         table = index.state.table
-        entry = table[row, jnp.minimum(begin // slots, table.shape[1] - 1)]
+        entry = table[row, jnp.minimum(begin // ends.slots, table.shape[1] - 1)]
         order = begin + jnp.arange(size, dtype=jnp.int32)
         live = (order < index.lengths[row]) & (entry >= 0)
-        return jnp.maximum(entry, 0), begin % slots, jnp.where(live, order, -1)
+        return jnp.maximum(entry, 0), begin % ends.slots, jnp.where(live, order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Lists each row's slots: entry, slot and order, int32 `[B, M Z]`; order -1 = unfilled."""

@@ -58,6 +58,7 @@ class Reading:
     scale: float
     groups: int  # query heads that share a KV head of the records
     slots: int  # of an entry, in whole groups of tokens, without other padding
+    held: int  # the same with the padding that every plane has
     soft_cap: float | None = None
     precision: Any = None
     view: BlockView | None = None

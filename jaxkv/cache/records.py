@@ -53,6 +53,12 @@ class Records:
         group = tokens_together(self.codec)
         return -(-self.slots // group) * group
 
+    @property
+    def held_slots(self) -> int:
+        """Slots of one entry with the padding that every plane has."""
+        strides = {n: p.stride for n, p in self.codec.planes(self.spec, 1).items()}
+        return min(x.shape[2] * strides[n] for n, x in self.planes.items())
+
     def moved(self, moves: Moves, rows: jax.Array | None = None) -> Records:
         """Moves entries as the layout asks for: copies happen in place, one entry at a time.
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxkv.cache.codecs import Codec, Planes, restored
 from jaxkv.cache.grouped import Grouped, Newest
-from jaxkv.cache.index import Index, Jobs, Layout, Plan, stacked_jobs, window_job
+from jaxkv.cache.index import Ends, Index, Jobs, Layout, Plan, stacked_jobs, window_job
 from jaxkv.cache.read import Reading, read
 from jaxkv.cache.spec import KVSpec
 from jaxkv.cache.write import framed, put_window, window_of, write, zero_after
@@ -127,7 +127,7 @@ def _flushed(
     rows = lax.broadcasted_iota(jnp.int32, groups.shape, 0).reshape(-1)
     front = jnp.argsort(jnp.logical_not(live), stable=True)
     rows, groups = rows[front], groups.reshape(-1)[front]
-    find = jax.vmap(lambda row, group: layout.locate(after, row, slots, Q, group)[:2])
+    find = jax.vmap(lambda row, group: layout.locate(after, row, Ends(slots, slots), Q, group)[:2])
     entries, places = find(rows, groups)
     strides = {n: p.stride for n, p in codec.planes(spec, 1).items()}
     # No gradient passes a flush, so that none is asked of the loop.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 
 from jaxkv.cache.index import (
     UNBOUNDED,
+    Ends,
     Index,
     Layout,
     Moves,
@@ -48,6 +50,8 @@ class Ring(Layout):
     >>> Ring(window=512, pinned=4).storage(batch=8, capacity=4096)
     (8, 516)
     """
+
+    reads_padding: ClassVar[bool] = True
 
     window: int
     pinned: int = 0
@@ -127,11 +131,11 @@ class Ring(Layout):
         return jnp.zeros_like(filled), -(-filled // size)
 
     def locate(
-        self, index: Index, row: jax.Array, slots: int, size: int, block: jax.Array
+        self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row; the last one starts early rather than run past the end."""
-        slot, place, fresh = early_block(block, size, slots)
-        order = self._order(index.lengths[row], index.state[row], place, slots)
+        slot, place, fresh = early_block(block, size, ends)
+        order = self._order(index.lengths[row], index.state[row], place, ends.slots)
         return row, slot, jnp.where(fresh, order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
