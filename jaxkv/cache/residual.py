@@ -15,7 +15,7 @@ from jaxkv.cache.grouped import Grouped, Newest
 from jaxkv.cache.index import Ends, Index, Jobs, Layout, Plan, stacked_jobs, window_job
 from jaxkv.cache.read import Reading, read
 from jaxkv.cache.spec import KVSpec
-from jaxkv.cache.write import framed, put_window, window_of, write, zero_after
+from jaxkv.cache.write import framed, put_in_tiles, window_of, write, zero_after
 from jaxkv.ops.merge import merge
 
 
@@ -148,7 +148,8 @@ def _flushed(
         out = dict(planes)
         for name, x in _held(coded, planes).items():
             window = framed(x, planes[name], 0)
-            out[name] = put_window(planes[name], window, entries[j], places[j] // strides[name])
+            slot = places[j] // strides[name]
+            out[name] = put_in_tiles(planes[name], window, entries[j], slot)
         return out
 
     return lax.fori_loop(0, jnp.sum(live.astype(jnp.int32)), body, dict(planes))

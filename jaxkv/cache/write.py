@@ -136,6 +136,13 @@ def window_of(
 ) -> jax.Array:
     """Slices slots of one entry, of all heads or of (first, count): `[1, heads, width, ...]`."""
     head, count = heads or (jnp.zeros_like(entry), x.shape[1])
+    if (count, width) == x.shape[1:3] and x.ndim == 4:
+        # A whole entry is a run of rows, and is taken as one that may begin anywhere (the slot is
+        # 0, which XLA does not see). Where it sees that a slice takes whole tiles, it lays out the
+        # whole pool anew for the product of a tpu7x, and slices that.
+        rows = x.reshape(-1, x.shape[3])
+        run = lax.dynamic_slice_in_dim(rows, entry * (count * width) + slot, count * width)
+        return run.reshape(1, *x.shape[1:])
     return lax.dynamic_slice(x, _corner(x, entry, head, slot), (1, count, width, *x.shape[3:]))
 
 
@@ -157,6 +164,24 @@ def put_window(
     """Puts a window where `window_of` takes one."""
     head = heads[0] if heads is not None else jnp.zeros_like(entry)
     return lax.dynamic_update_slice(x, window, _corner(x, entry, head, slot))
+
+
+def put_in_tiles(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Array) -> jax.Array:
+    """Puts a window whose slot is a multiple of its width, whole tiles of a TPU at a time.
+
+    Where XLA does not see that a write begins at a tile, it lays the whole cache out in smaller
+    ones. A window that shares its tile with others is put with what they hold.
+    """
+    rows, width = tile_rows(x), window.shape[2]
+    if rows == 1 or (rows % width and width % rows):
+        return put_window(x, window, entry, slot)
+    begin = slot // rows * rows
+    if width < rows:
+        place = lax.broadcasted_iota(jnp.int32, (1, 1, rows, 1), 2)
+        chosen = place // width == (slot - begin) // width
+        old = window_of(x, entry, begin, rows)
+        window = jnp.where(chosen, jnp.tile(window, (1, 1, rows // width, 1)), old)
+    return put_window(x, window, entry, begin)
 
 
 def _corner(

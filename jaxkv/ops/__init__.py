@@ -3,5 +3,6 @@
 
 from jaxkv.ops.api import attention as attention
 from jaxkv.ops.api import explain as explain
+from jaxkv.ops.blockwise import Blockwise as Blockwise
 from jaxkv.ops.merge import add_sink as add_sink
 from jaxkv.ops.merge import merge as merge

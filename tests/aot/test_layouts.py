@@ -29,28 +29,26 @@ from jaxkv.cache import (
 from jaxkv.core.visibility import Visibility
 from jaxkv.testing.aot import compile_for_tpu, tpu_mesh
 from jaxkv.testing.flow import whole_moves
+from jaxkv.testing.hlo import LEAST_TEMP
 
 RECORDS = {"gqa": (KVSpec(8, 128, 128), 32), "mla": (KVSpec(1, 576, 512, value_offset=0), 128)}
 # 2,004 slots and 1,028 are no whole tiles; the cache is padded to them.
 LAYOUTS = {
     "contiguous": (Contiguous(), 2004),
-    "whole tiles": (Contiguous(), 2048),
     "ring": (Ring(window=1024, pinned=4), 4096),
     "paged": (Paged(64), 2048),
     "h2o": (Evicting(1024, H2O()), 4096),
 }
 CODECS = {"bfloat16": Raw(jnp.bfloat16), "int8": Int8(), "int4": Int4()}
 CODECS["kivi"] = Kivi(dtype=jnp.bfloat16)
-# XLA lays out anew, and so not listed yet: on tpu7x bfloat16 latents on pages.
-PLAIN = [layout for layout in LAYOUTS if layout != "whole tiles"]
-CASES = [(name, layout, "bfloat16") for name in RECORDS for layout in PLAIN]
+# XLA still copies latents in `Kivi`, so that they are not listed.
+CASES = [(name, layout, "bfloat16") for name in RECORDS for layout in LAYOUTS]
 CASES.remove(("mla", "h2o", "bfloat16"))  # one head has no slots apart
 CASES += [("gqa", "contiguous", "int8"), ("gqa", "contiguous", "int4"), ("gqa", "ring", "int8")]
-CASES += [("gqa", "paged", "int8"), ("gqa", "contiguous", "kivi"), ("mla", "whole tiles", "int8")]
-MORE = [*CASES, ("gqa", "paged", "int4"), ("mla", "whole tiles", "int4"), ("mla", "paged", "int8")]
-MORE += [("gqa", "paged", "kivi")]
+CASES += [("gqa", "paged", "int8"), ("gqa", "contiguous", "kivi"), ("mla", "contiguous", "int8")]
+MORE = [*CASES, ("gqa", "paged", "int4"), ("mla", "contiguous", "int4"), ("mla", "paged", "int8")]
+MORE += [("gqa", "paged", "kivi"), ("mla", "ring", "int8")]
 FULL = [(*c, chip) for c in MORE for chip in ("v6e", "tpu7x")]
-FULL.remove(("mla", "paged", "bfloat16", "tpu7x"))
 EVERY = [(*c, "v5e") for c in CASES] + [pytest.param(*c, marks=pytest.mark.full) for c in FULL]
 
 
@@ -78,7 +76,9 @@ def test_a_decode_step_is_in_place(name: str, layout: str, codec: str, chip: str
     compiled = compile_for_tpu(step, (cache, *given), tpu_mesh(chip), donate=0)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= tree_bytes(cache)
-    assert memory.temp_size_in_bytes <= 2 * 2**20
+    # A step that also weighs what it keeps, or encodes a group, may take what any step may.
+    extra = layout == "h2o" or codec == "kivi"
+    assert memory.temp_size_in_bytes <= (LEAST_TEMP if extra else 2 * 2**20)
     # What serves groups of tokens, and the residual, is smaller than a block of the others.
     plane = math.prod(cache.records.planes["key"].shape)
     assert whole_moves(compiled.as_text(), "planes[", plane // 2) == []
