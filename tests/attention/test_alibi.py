@@ -20,8 +20,12 @@ from jaxkv.attention import (
     ScoreOptions,
 )
 from jaxkv.cache import (
+    H2O,
+    Codec,
     Contiguous,
     Evicting,
+    Int8,
+    Kivi,
     KVSpec,
     Layout,
     Paged,
@@ -74,15 +78,23 @@ def test_rop_13_cached_decode_equals_the_full_forward(name: str) -> None:
         assert_close(feed(attn, X, attn.init_cache(2, 8), widths)[0], want, 1e-5)
 
 
-LAYOUTS: list[Layout] = [Contiguous(), Paged(2), Evicting(T), Ring(T)]
+# The codecs store zeros and ones exactly.
+CACHES: dict[str, tuple[Layout, Codec]] = {
+    "contiguous": (Contiguous(), Raw(jnp.float32)),
+    "ring": (Ring(T), Raw(jnp.float32)),
+    "paged, int8": (Paged(2), Int8()),
+    "evicting": (Evicting(T), Raw(jnp.float32)),
+    "kivi": (Contiguous(), Kivi(bits=8, group=2, dtype=jnp.float32)),
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
-def test_rop_13_a_step_sees_slopes_times_distance(layout: Layout) -> None:
+@pytest.mark.parametrize("name", CACHES)
+def test_rop_13_a_step_sees_slopes_times_distance(name: str) -> None:
     # Queries of 0 leave nothing but the bias, and value j is the j-th unit vector, so outputs are
     # weights: their logarithms, less that of the token itself, are slope x (j - p).
+    layout, codec = CACHES[name]
     rule, slopes = Visibility(window=T), jnp.asarray(alibi_slopes(H), jnp.float32)
-    cache = create_layer(KVSpec(1, 4, T), Raw(jnp.float32), 1, 8, layout=layout)
+    cache = create_layer(KVSpec(1, 4, T), codec, 1, 8, layout=layout)
 
     @jax.jit
     def step(cache: Any, key: Any, value: Any) -> Any:
@@ -107,6 +119,18 @@ def test_distances_count_real_tokens(cached: bool) -> None:
     x[real != 0] = X.reshape(-1, D)
     got, _ = call(attn, x, attn.init_cache(2, 8) if cached else None, segment_ids=real)
     assert_close(got[real != 0].reshape(want.shape), want)
+
+
+def test_both_forms_of_latents_weigh_tokens_alike() -> None:
+    outs, kept = [], []
+    for form in ("absorbed", "expanded"):
+        attn = MODULES[f"mla {form}"]()
+        out, cache = feed(attn, X, attn.init_cache(2, 8, layout=Evicting(4, H2O())), [1] * T)
+        outs.append(out)
+        kept.append(cache.index.state)
+    assert_close(outs[1], outs[0])
+    np.testing.assert_array_equal(kept[1].order, kept[0].order)
+    assert_close(kept[1].weight, kept[0].weight)
 
 
 def test_slopes_are_no_parameters() -> None:
