@@ -10,8 +10,8 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """Gives each head its slope: a geometric sequence from 2 ** (-8 / N) down to 2 ** -8.
 
     Where N is no power of two, the sequence of the next lower power is followed by every second
-    slope of twice that many heads, as in the paper's code and in BLOOM. MPT orders them
-    differently: pass such slopes as `ScoreOptions(alibi=(...))`.
+    slope of twice that many heads, as in the paper's code, BLOOM and MPT (whose `alibi_bias_max`
+    is 8; for another one, raise each slope to that number over 8).
 
     Args:
       num_heads: N, query heads.
