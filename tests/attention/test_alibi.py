@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +42,9 @@ from jaxkv.testing.suite import call, feed
 from jaxkv.testing.tolerances import assert_close
 from tests.attention.formulas import head_attention, latent_attention, parameters, perturbed
 
+HF = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "alibi" / "huggingface.json").read_text("utf-8")
+)
 H, T, D = 2, 6, 16
 # Section 3 of the paper: of n heads, head i has 2 ** (-8 i / n).
 SLOPES = np.array([2.0**-4, 2.0**-8])
@@ -76,6 +81,28 @@ def test_rop_13_cached_decode_equals_the_full_forward(name: str) -> None:
     assert_close(full, want, 1e-5)
     for widths in ([1] * T, [4, 1, 1]):
         assert_close(feed(attn, X, attn.init_cache(2, 8), widths)[0], want, 1e-5)
+
+
+def test_the_attention_of_bloom() -> None:
+    made, heads = HF["attention"], HF["attention"]["heads"]
+    x, weights = (np.asarray(made["x"], np.float32), made["weights"])
+    features = x.shape[-1]
+    width = features // heads
+    score = ScoreOptions(alibi=True)
+    attn = MultiHeadAttention(features, heads, use_bias=True, score=score, rngs=nnx.Rngs(0))
+    # Its rows are head by head, and of each head queries, keys and values.
+    fused = np.asarray(weights["query_key_value.weight"], np.float32)
+    kernels = fused.reshape(heads, 3, width, features).transpose(1, 3, 0, 2)
+    biases = np.asarray(weights["query_key_value.bias"], np.float32).reshape(heads, 3, width)
+    for i, name in enumerate(("query", "key", "value")):
+        projection = getattr(attn, name)
+        projection.kernel[...], projection.bias[...] = kernels[i], biases[:, i]
+    dense = np.asarray(weights["dense.weight"], np.float32)
+    attn.out.kernel[...] = dense.T.reshape(heads, width, features)
+    attn.out.bias[...] = np.asarray(weights["dense.bias"], np.float32)
+    want = np.asarray(made["y"])
+    assert_close(call(attn, x)[0], want, 1e-5)
+    assert_close(feed(attn, x, attn.init_cache(1, 16), [7, 1, 1, 1])[0], want, 1e-5)
 
 
 # The codecs store zeros and ones exactly.

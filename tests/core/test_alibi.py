@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slopes of ALiBi, against the sequences that papers and models state."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from jaxkv.core.alibi import alibi_slopes
+
+HF = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "alibi" / "huggingface.json").read_text("utf-8")
+)
 
 
 def test_sixteen_heads_have_the_sequence_of_the_paper() -> None:
@@ -13,12 +20,11 @@ def test_sixteen_heads_have_the_sequence_of_the_paper() -> None:
     np.testing.assert_allclose(alibi_slopes(16), want, rtol=1e-12)
 
 
-def test_112_heads_go_on_with_every_second_of_128() -> None:
-    # BLOOM: its 112 heads are the 64 of 2 ** (-n / 8), then odd powers of 2 ** (-1 / 16).
-    slopes = alibi_slopes(112)
-    assert len(set(slopes)) == len(slopes) == 112
-    np.testing.assert_allclose(slopes[:64], [2.0 ** (-n / 8) for n in range(1, 65)])
-    np.testing.assert_allclose(slopes[64:], [2.0 ** (-n / 16) for n in range(1, 96, 2)])
+@pytest.mark.parametrize("heads", HF["slopes"])
+@pytest.mark.parametrize("model", ["bloom", "mpt"])
+def test_slopes_are_those_of_models(model: str, heads: str) -> None:
+    want = HF["slopes"][heads][model]
+    np.testing.assert_allclose(alibi_slopes(int(heads)), want, rtol=1e-6)
 
 
 def test_one_head_and_none() -> None:
