@@ -30,6 +30,7 @@ from jaxkv.cache import Ring as Ring
 from jaxkv.cache import SharedKV as SharedKV
 from jaxkv.cache import SnapKV as SnapKV
 from jaxkv.cache import pyramid_budgets as pyramid_budgets
+from jaxkv.core.alibi import alibi_slopes as alibi_slopes
 from jaxkv.core.numerics import Numerics as Numerics
 from jaxkv.core.rotary import Rotary as Rotary
 from jaxkv.core.rotary_scaling import NTK as NTK

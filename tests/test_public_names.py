@@ -50,6 +50,7 @@ NAMES = [
     "TOVA",
     "Visibility",
     "YaRN",
+    "alibi_slopes",
     "dot_product_attention",
     "explain",
     "generate",

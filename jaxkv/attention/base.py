@@ -239,6 +239,7 @@ class Attention(nnx.Module):
             bias=call.bias,
             soft_cap=self.score.soft_cap,
             sink_logits=self._sinks(),
+            alibi_slopes=self._slopes(),
             precision=self.numerics.precision,
             implementation=self.numerics.implementation,
             **given,
@@ -261,6 +262,7 @@ class Attention(nnx.Module):
             mask=call.mask,
             bias=call.bias,
             sink_logits=self._sinks(),
+            alibi_slopes=self._slopes(),
             implementation=self.numerics.implementation,
         )
         return out.astype(query.dtype), cache
@@ -405,6 +407,10 @@ class Attention(nnx.Module):
 
     def _sinks(self) -> jax.Array | None:
         return None if self.sink_logits is None else self.sink_logits[...]
+
+    def _slopes(self) -> jax.Array | None:
+        slopes = self.score.slopes(self.num_heads)
+        return None if slopes is None else jnp.asarray(slopes, jnp.float32)
 
     def _dropout_key(
         self, deterministic: bool, rngs: nnx.Rngs | None, cached: bool

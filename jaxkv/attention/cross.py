@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxkv.attention.base import Call
 from jaxkv.attention.heads import HeadAttention
-from jaxkv.attention.options import HeadOptions
+from jaxkv.attention.options import HeadOptions, ScoreOptions
 from jaxkv.attention.tokens import uncached_tokens
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.shared import SharedKV
@@ -34,8 +34,8 @@ class CrossAttention(HeadAttention):
       num_heads: N.
       context_features: Dc, width of the context; default D.
       num_kv_heads: K, a divisor of N; default N.
-      **options: See `HeadOptions`; `rngs` is required. There is no causal rule, window or
-        rotation.
+      **options: See `HeadOptions`; `rngs` is required. There is no causal rule, window,
+        rotation or ALiBi.
 
     Raises:
       ValueError: If sizes do not fit, or an option means nothing here.
@@ -67,6 +67,12 @@ class CrossAttention(HeadAttention):
                     f"{name}={options.get(name)}: queries and context are two sequences, so "
                     "cross-attention has no causal rule, window or rotation."
                 )
+        score = options.get("score")
+        if isinstance(score, ScoreOptions) and score.alibi:
+            raise ValueError(
+                f"alibi={score.alibi}: queries and context are two sequences, so no token of one "
+                "is at a distance from one of the other."
+            )
         check_sizes(context_features=context_features)
         self.context_features = in_features if context_features is None else context_features
         super().__init__(

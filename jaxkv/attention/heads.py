@@ -53,6 +53,7 @@ class HeadAttention(Attention):
         self.in_features, self.num_heads = in_features, num_heads
         self.spec = KVSpec(num_kv_heads, head_dim, value_dim)
         self.score = given("score") or ScoreOptions()
+        self.score.slopes(num_heads)  # are there as many as heads?
         self.rule = Visibility(given("causal", True), given("window"), self.score.pinned)
         self.rotary = given("rotary")
         if self.rotary is not None:

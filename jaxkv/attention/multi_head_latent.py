@@ -107,6 +107,7 @@ class MultiHeadLatentAttention(Attention):
         self.head_dim, self.value_dim, self.latent = head_dim, value_dim, latent
         self.spec = KVSpec(1, C + R, C, value_offset=0)
         self.score = given("score") or ScoreOptions()
+        self.score.slopes(num_heads)  # are there as many as heads?
         if self.score.qk_norm:
             raise ValueError("qk_norm: latent attention normalises its latents instead.")
         self.rule = Visibility(given("causal", True), given("window"), self.score.pinned)
@@ -234,15 +235,15 @@ class MultiHeadLatentAttention(Attention):
         R = self.spec.key_width - self.spec.value_width
         view = ExpandedHeads(self.head_dim + R, self.value_dim, str(query.dtype))
         q_order, _ = cache.new_orders(T)
-        old = cache.attend(
-            query, scoring, q_order=q_order, mask=mask, bias=bias, view=view, weights=weights
-        )
+        added: dict[str, Any] = dict(mask=mask, bias=bias, alibi_slopes=self._slopes())
+        viewed: dict[str, Any] = dict(view=view, weights=weights)
+        old = cache.attend(query, scoring, q_order=q_order, **added, **viewed)
         k, v = expand(weights, record)
         new = cache.attend_new(
-            query, k, v, scoring, mask=mask, bias=bias, implementation=self.numerics.implementation
+            query, k, v, scoring, **added, implementation=self.numerics.implementation
         )
         out, lse = cache.joined([old, new], self._sinks())
-        settled = cache.settled(query, k, lse, scoring, view=view, weights=weights)
+        settled = cache.settled(query, k, lse, scoring, alibi_slopes=self._slopes(), **viewed)
         return out.astype(query.dtype), settled
 
     def _weights(self, like: jax.Array) -> LatentWeights:

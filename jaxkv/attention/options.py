@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from flax import nnx
 
+from jaxkv.core.alibi import alibi_slopes
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
 from jaxkv.core.trees import check_sizes
@@ -30,6 +31,9 @@ class ScoreOptions:
       sink_logits: Learn a logit per head that joins the softmax without a value.
       qk_norm: RMS-normalise each query and key head before the rotation (Qwen3).
       pinned: First tokens of a row that a window never hides (StreamingLLM's sinks).
+      alibi: Lower each score by its head's slope times the distance in tokens (ALiBi,
+        arXiv:2108.12409): True for the slopes of `alibi_slopes`, or one for each query head.
+        Slopes are constants, not parameters. A rotation may be there as well.
 
     Raises:
       ValueError: If a number is out of range.
@@ -40,6 +44,7 @@ class ScoreOptions:
     sink_logits: bool = False
     qk_norm: bool = False
     pinned: int = 0
+    alibi: bool | tuple[float, ...] = False
 
     def __post_init__(self) -> None:
         if self.scale is not None and not math.isfinite(self.scale):
@@ -48,6 +53,22 @@ class ScoreOptions:
             raise ValueError(f"soft_cap={self.soft_cap}: want a finite number above 0, or None.")
         if isinstance(self.pinned, bool) or not isinstance(self.pinned, int) or self.pinned < 0:
             raise ValueError(f"pinned={self.pinned}: want at least 0 tokens.")
+        given = self.alibi if isinstance(self.alibi, tuple) else ()
+        numbers = all(isinstance(x, (int, float)) and math.isfinite(x) for x in given)
+        if not isinstance(self.alibi, (bool, tuple)) or not numbers:
+            raise ValueError(f"alibi={self.alibi!r}: want True, False or a tuple of finite slopes.")
+
+    def slopes(self, num_heads: int) -> tuple[float, ...] | None:
+        """Gives ALiBi's slope of each of N heads, or `None` without ALiBi.
+
+        Raises:
+          ValueError: If there are slopes for another number of heads.
+        """
+        if isinstance(self.alibi, bool):
+            return alibi_slopes(num_heads) if self.alibi else None
+        if len(self.alibi) != num_heads:
+            raise ValueError(f"alibi has {len(self.alibi)} slopes: want {num_heads}, one a head.")
+        return self.alibi
 
 
 class HeadOptions(TypedDict, total=False):

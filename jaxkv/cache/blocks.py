@@ -14,6 +14,7 @@ from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Ends, Index
 from jaxkv.cache.reading import Reading, Tile
 from jaxkv.cache.write import add_window, tile_rows, window_of
+from jaxkv.ops.operands import Extras, distances
 
 
 @dataclasses.dataclass
@@ -66,13 +67,24 @@ class Unit:
             seen = seen & self._columns(self.mask, order)
         return _per_query(seen, shape)
 
-    def bias(
-        self, bias: jax.Array | None, order: jax.Array, shape: tuple[int, ...]
-    ) -> jax.Array | None:
-        """Picks the bias of a block: float32 `[heads|1, M, Z]`."""
-        if bias is None:
-            return None
-        return _per_query(self._columns(bias, order).astype(jnp.float32), shape)
+    def extras(
+        self,
+        bias: jax.Array | None,
+        slopes: jax.Array | None,
+        order: jax.Array,
+        shape: tuple[int, ...],
+    ) -> Extras:
+        """Picks what is added to a block's scores `[heads, M, Z]`: float32, some axes once."""
+        distance = None
+        if bias is not None:
+            bias = _per_query(self._columns(bias, order).astype(jnp.float32), shape)
+        if slopes is not None:
+            first, count = self._heads(slopes.shape[0])
+            own = lax.dynamic_slice_in_dim(slopes.astype(jnp.float32), first, count)
+            slopes = _per_query(own[None, :, None, None], shape)
+            distance = distances(self.q_order[self.row], order)
+            distance = _per_query(distance[None, None], shape)
+        return Extras(bias, slopes, distance)
 
     def add(self, j: jax.Array, grads: Planes, *parts: Planes) -> Planes:
         """Adds gradients of block j to those of the planes."""
@@ -109,6 +121,15 @@ class Unit:
         column = jnp.where(order >= 0, order, total.shape[-1])[None]
         place = total.at[self._row_of(total), head, :, column]
         return place.add(grad.swapaxes(1, 2), mode="drop")
+
+    def add_slopes(self, total: jax.Array | None, grad: jax.Array | None) -> jax.Array | None:
+        """Adds the gradient `[heads|1, M, 1]` of this unit's slopes to that of all, `[N]`."""
+        if total is None or grad is None:
+            return None
+        first, count = self._heads(total.shape[0])
+        old = lax.dynamic_slice_in_dim(total, first, count)
+        new = jnp.sum(grad.reshape(count, -1), axis=1)
+        return lax.dynamic_update_slice_in_dim(total, old + new, first, 0)
 
     def _runs(self, j: jax.Array) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         """Finds block j, whose slots lie in one entry or are several whole ones."""

@@ -112,6 +112,7 @@ class LayerCache(Verbs):
         bias: jax.Array | None = None,
         view: BlockView | None = None,
         weights: Any = None,
+        alibi_slopes: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to the tokens that are stored, before any write of this step.
 
@@ -123,6 +124,7 @@ class LayerCache(Verbs):
           bias: float, same shape.
           view: Another form of the records (MLA: expanded heads), or `None`.
           weights: The view's arrays.
+          alibi_slopes: `[N]`; scores fall with the distance of the orders.
 
         Returns:
           `(out float32[B, T, N, V], lse float32[B, T, N])`.
@@ -140,9 +142,10 @@ class LayerCache(Verbs):
             scores,
             scores,
             view.weight_axes if view is not None else (),
+            (heads,),
         )
         out_axes = (("batch", None, heads), ("batch", None, heads))
-        args = (query, r.planes, r.rest, self.index, q_order, mask, bias, weights)
+        args = (query, r.planes, r.rest, self.index, q_order, mask, bias, weights, alibi_slopes)
         return local(functools.partial(read_stored, how), in_axes, out_axes)(*args)
 
     def write(self, key: jax.Array, value: jax.Array | None) -> LayerCache:
@@ -167,6 +170,7 @@ class LayerCache(Verbs):
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
         sink_logits: jax.Array | None = None,
+        alibi_slopes: jax.Array | None = None,
         implementation: Choice = None,
     ) -> tuple[jax.Array, jax.Array, LayerCache]:
         """Attends to stored and new tokens, then stores the new ones.
@@ -179,6 +183,7 @@ class LayerCache(Verbs):
           mask: bool, broadcastable to `[B, N, T, S]`, by order of the key.
           bias: float, likewise.
           sink_logits: `[N]` or `None`.
+          alibi_slopes: `[N]` or `None`.
           implementation: Of the new tokens' part.
 
         Returns:
@@ -193,6 +198,7 @@ class LayerCache(Verbs):
             mask=mask,
             bias=bias,
             sink_logits=sink_logits,
+            alibi_slopes=alibi_slopes,
             implementation=implementation,
         )
         written = cache.after(out).write(*cache.replicated(key, value))
@@ -208,6 +214,7 @@ class LayerCache(Verbs):
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
         sink_logits: jax.Array | None = None,
+        alibi_slopes: jax.Array | None = None,
         implementation: Choice = None,
     ) -> tuple[jax.Array, jax.Array, LayerCache]:
         """Attends to stored and new tokens as `extend` does, in an open step, and stores none.
@@ -221,12 +228,12 @@ class LayerCache(Verbs):
         seen = self.seen_through_codec(*self.replicated(key, value))
         mask, bias = self.checked(mask, bias, (B, N, T))
         q_order, _ = self.new_orders(T)
-        old = self.attend(query, scoring, q_order=q_order, mask=mask, bias=bias)
-        new = self.attend_new(
-            query, *seen, scoring, mask=mask, bias=bias, implementation=implementation
-        )
+        added: dict[str, Any] = dict(mask=mask, bias=bias, alibi_slopes=alibi_slopes)
+        old = self.attend(query, scoring, q_order=q_order, **added)
+        new = self.attend_new(query, *seen, scoring, **added, implementation=implementation)
         out, lse = self.joined([old, new], sink_logits)
-        return out, lse, self.settled(query, seen[0], lse, scoring)
+        settled = self.settled(query, seen[0], lse, scoring, alibi_slopes=alibi_slopes)
+        return out, lse, settled
 
     def emptied(self, query: jax.Array) -> jax.Array:
         """Zeroes padding in `query [B, T, N, H]`: rubbish there must not reach a gradient."""
@@ -265,9 +272,10 @@ class LayerCache(Verbs):
         *,
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
+        alibi_slopes: jax.Array | None = None,
         implementation: Choice = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Attends to this call's own tokens; mask and bias as in `attend`."""
+        """Attends to this call's own tokens; mask, bias and slopes as in `attend`."""
         T, plan, rule = query.shape[1], self._opened(), self.layout.narrowed(scoring.rule)
         q_order, real = self.new_orders(T)
         return attention(
@@ -283,6 +291,7 @@ class LayerCache(Verbs):
             bias=self._new_columns(bias, plan.start, T, 0),
             scale=scoring.scale,
             soft_cap=scoring.soft_cap,
+            alibi_slopes=alibi_slopes,
             precision=scoring.precision,
             implementation=implementation,
             return_lse=True,
@@ -319,6 +328,7 @@ class LayerCache(Verbs):
         *,
         view: BlockView | None = None,
         weights: Any = None,
+        alibi_slopes: jax.Array | None = None,
     ) -> LayerCache:
         """Lets a layout that goes by attention choose what stays, before anything is written.
 
@@ -329,11 +339,13 @@ class LayerCache(Verbs):
           scoring: Rule, scale and so on.
           view: The form of the records that was attended, as in `attend`.
           weights: The view's arrays.
+          alibi_slopes: As attended, or `None`.
         """
         if not self.layout.chooses:
             return self
         heads = head_axis(self.records.spec.kv_heads)
-        how, call = self._reading(query, scoring, view), Attended(query, key, lse)
+        how = self._reading(query, scoring, view)
+        call = Attended(query, key, lse, alibi_slopes)
         axes = heads, self._plane_axes(heads, self.records.axes())
         stored = self.records.planes, self.index, self._opened()
         plan = settle(self.layout, how, call, *stored, weights, axes)

@@ -19,13 +19,14 @@ from jaxkv.cache.reading import Reading as Reading
 from jaxkv.cache.reading import choose_tile
 from jaxkv.cache.write import zero_cotangent
 from jaxkv.core.numerics import exp_below
-from jaxkv.ops.operands import capped
+from jaxkv.ops.operands import Extras, modified
 
 
 class Inputs(NamedTuple):
     """The arrays of one read that carry gradients, beside the query and the planes."""
 
     bias: jax.Array | None  # [B|1, N|1, T|1, S]
+    slopes: jax.Array | None  # [N]
     weights: Any  # of the view
 
 
@@ -46,6 +47,7 @@ def read(
     mask: jax.Array | None = None,
     bias: jax.Array | None = None,
     weights: Any = None,
+    slopes: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to what a cache holds, block by live block.
 
@@ -58,6 +60,7 @@ def read(
       mask: bool `[B|1, N|1, T|1, W]`, True = keep, by order of the key.
       bias: float, same shape, added to the scores.
       weights: Arrays of the view.
+      slopes: `[N]`, ALiBi's: scores fall with the distance of the orders.
 
     Returns:
       `(out float32[B, T, N, V], lse float32[B, T, N])`; 0 and -inf where nothing is seen.
@@ -71,9 +74,8 @@ def read(
     if B == 0 or T == 0:
         zero = jnp.zeros((B, T, N, V), jnp.float32)
         return zero, jnp.full((B, T, N), -jnp.inf, jnp.float32)
-    out, lse = _read(
-        how, grouped_queries(query, K), planes, Inputs(bias, weights), Rows(index, q_order, mask)
-    )
+    inputs, rows = Inputs(bias, slopes, weights), Rows(index, q_order, mask)
+    out, lse = _read(how, grouped_queries(query, K), planes, inputs, rows)
     out = out.reshape(B, N, T, -1).swapaxes(1, 2)
     return out, lse.reshape(B, N, T).swapaxes(1, 2)
 
@@ -120,8 +122,8 @@ def _outputs(
             top, total, acc = carry
             block, order = unit.block(j)
             seen = unit.seen(order, q.shape)
-            bias = unit.bias(inputs.bias, order, q.shape)
-            scores = block_scores(how, q, block, inputs.weights, bias)
+            extras = unit.extras(inputs.bias, inputs.slopes, order, q.shape)
+            scores = block_scores(how, q, block, inputs.weights, extras)
             new_top = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
             shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
             p = block_weights(seen, scores, shift)
@@ -192,9 +194,9 @@ def _gradients(
         def body(j: jax.Array, carry: tuple) -> tuple:
             d_q, d_planes, d_inputs = carry
             block, order = unit.block(j)
-            bias = unit.bias(inputs.bias, order, q.shape)
+            extras = unit.extras(inputs.bias, inputs.slopes, order, q.shape)
             scores, pull = jax.vjp(
-                functools.partial(block_scores, how), q, block, inputs.weights, bias
+                functools.partial(block_scores, how), q, block, inputs.weights, extras
             )
             p = block_weights(unit.seen(order, q.shape), scores, shifts[u, ..., 0])
             _, pull_mix = jax.vjp(
@@ -202,10 +204,12 @@ def _gradients(
             )
             d_p, d_mixed, d_mixed_weights = pull_mix(d_outs[u])
             d_scores = p * (d_p.astype(jnp.float32) - deltas[u])
-            d_q_part, d_scored, d_scored_weights, d_bias = pull(d_scores)
+            d_q_part, d_scored, d_scored_weights, d_extras = pull(d_scores)
             parts = (d_scored_weights, d_mixed_weights)
             d_inputs = Inputs(
-                unit.add_bias(d_inputs.bias, d_bias, order), _added(d_inputs.weights, *parts)
+                unit.add_bias(d_inputs.bias, d_extras.bias, order),
+                unit.add_slopes(d_inputs.slopes, d_extras.slopes),
+                _added(d_inputs.weights, *parts),
             )
             d_planes = unit.add(j, d_planes, d_scored, d_mixed)
             return d_q + d_q_part.astype(jnp.float32), d_planes, d_inputs
@@ -224,11 +228,10 @@ def _gradients(
 
 
 def block_scores(
-    how: Reading, query: jax.Array, block: Planes, weights: Any, bias: jax.Array | None
+    how: Reading, query: jax.Array, block: Planes, weights: Any, extras: Extras
 ) -> jax.Array:
     spec, codec, block = how.viewed(query.shape[0], block, weights)
-    scores = capped(codec.scores(spec, query, block, how.precision) * how.scale, how.soft_cap)
-    return scores if bias is None else scores + bias
+    return modified(how, codec.scores(spec, query, block, how.precision), extras)
 
 
 def block_weights(seen: jax.Array, scores: jax.Array, shift: jax.Array) -> jax.Array:

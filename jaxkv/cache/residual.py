@@ -29,18 +29,20 @@ def read_stored(
     mask: jax.Array | None,
     bias: jax.Array | None,
     weights: Any,
+    slopes: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to what a layer stores: as `read`, and to the residual `rest` if there is one."""
+    added = (mask, bias, weights, slopes)
     if not isinstance(how.codec, Grouped):
-        return read(how, query, planes, index, q_order, mask, bias, weights)
+        return read(how, query, planes, index, q_order, *added)
     codec = how.codec
     encoded = dataclasses.replace(index, lengths=codec.flushed(index.lengths))
     # What is encoded is a constant.
-    old = read(how, query, lax.stop_gradient(planes), encoded, q_order, mask, bias, weights)
+    old = read(how, query, lax.stop_gradient(planes), encoded, q_order, *added)
     near = dataclasses.replace(
         how, codec=codec.newest, layout=Newest(codec), slots=codec.rest_slots
     )
-    new = read(near, query, rest, index, q_order, mask, bias, weights)
+    new = read(near, query, rest, index, q_order, *added)
     return merge([old[0], new[0]], [old[1], new[1]])
 
 

@@ -17,11 +17,19 @@ from jaxkv.core.sharding import local
 
 
 class Attended(NamedTuple):
-    """What a call attended with: query `[B, T, N, H]`, own key `[B, T, K, H]`, lse `[B, T, N]`."""
+    """What a call attended with.
+
+    Attributes:
+      query: `[B, T, N, H]`.
+      key: `[B, T, K, H]`, the call's own.
+      lse: float32 `[B, T, N]`, over all that each query saw.
+      slopes: `[N]`, ALiBi's, or `None`.
+    """
 
     query: jax.Array
     key: jax.Array
     lse: jax.Array
+    slopes: jax.Array | None
 
 
 def settle(
@@ -59,7 +67,8 @@ def settle(
     if n and B:
         tokens = ("batch", None, heads)
         view_axes = how.view.weight_axes if how.view is not None else ()
-        in_axes = (tokens, plane_axes, placed, ("batch",), view_axes)
+        call_axes = Attended(tokens, tokens, tokens, (heads,))  # type: ignore[arg-type]
+        in_axes = (call_axes, plane_axes, placed, ("batch",), view_axes)
         stored = jax.tree.map(lax.stop_gradient, planes)
 
         def weigh(
@@ -99,8 +108,7 @@ def _weigh(
     """Sums what each stored and each new token got of the last `n` queries."""
     start, count = place
     seen_by = last_observers(n, call.query, call.lse, place)
-    old = weigh_stored(how, seen_by, planes, index, weights)
+    old = weigh_stored(how, seen_by, planes, index, weights, call.slopes)
     token = jnp.arange(call.key.shape[1], dtype=jnp.int32)[None]
     order = jnp.where(token < count[:, None], start[:, None] + token, -1)
-    rule = (how.rule, how.scale, how.soft_cap, how.precision)
-    return old, weigh_new(*rule, seen_by, call.key, order)
+    return old, weigh_new(how, seen_by, call.key, order, call.slopes)

@@ -15,8 +15,7 @@ from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Index
 from jaxkv.cache.read import block_scores, block_weights, by_platform, grouped_queries
 from jaxkv.cache.reading import Reading, choose_tile
-from jaxkv.core.visibility import Visibility
-from jaxkv.ops.operands import capped
+from jaxkv.ops.operands import Extras, distances, modified
 
 # Queries whose weights are made at a time: bounds the temporaries of a long prompt.
 QUERY_BLOCK = 128
@@ -60,14 +59,20 @@ def last_observers(n: int, query: jax.Array, lse: jax.Array, plan: tuple) -> Obs
 
 
 def weigh_stored(
-    how: Reading, seen_by: Observers, planes: Planes, index: Index, weights: Any
+    how: Reading,
+    seen_by: Observers,
+    planes: Planes,
+    index: Index,
+    weights: Any,
+    slopes: jax.Array | None,
 ) -> jax.Array:
     """Sums the attention that stored tokens got: float32 `[B, heads, S]`, heads of the read."""
     N = seen_by.query.shape[2]
     K = how.read_spec(N).kv_heads
     query = grouped_queries(seen_by.query, K)
     lse = grouped_queries(seen_by.lse[..., None], K)[..., 0]
-    return by_platform(_stored, how, query, lse, planes, index, seen_by.order, weights)
+    added = (weights, slopes)
+    return by_platform(_stored, how, query, lse, planes, index, seen_by.order, *added)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -80,6 +85,7 @@ def _stored(
     index: Index,
     order: jax.Array,
     weights: Any,
+    slopes: jax.Array | None,
 ) -> jax.Array:
     """Runs over every row's live blocks once more, now that the normaliser is known."""
     tile = choose_tile(how, cpu, query, planes)
@@ -92,7 +98,8 @@ def _stored(
 
         def body(j: jax.Array, total: jax.Array) -> jax.Array:
             block, keys = unit.block(j)
-            scores = block_scores(how, q, block, weights, None)
+            extras = unit.extras(None, slopes, keys, q.shape)
+            scores = block_scores(how, q, block, weights, extras)
             p = block_weights(unit.seen(keys, q.shape), scores, shift[u])
             return unit.add_slots(total, jnp.sum(p, axis=1), j)
 
@@ -104,24 +111,20 @@ def _stored(
 
 
 def weigh_new(
-    rule: Visibility,
-    scale: float,
-    soft_cap: float | None,
-    precision: Any,
+    how: Reading,
     seen_by: Observers,
     key: jax.Array,
     key_order: jax.Array,
+    slopes: jax.Array | None,
 ) -> jax.Array:
     """Sums the attention that a call's own tokens got.
 
     Args:
-      rule: Which key a query sees.
-      scale: Of the scores.
-      soft_cap: Of the scores, or `None`.
-      precision: Of the product.
+      how: Which key a query sees, and how scores are made.
       seen_by: The queries.
       key: `[B, T, K, H]`.
       key_order: int32 `[B, T]`, -1 for padding.
+      slopes: `[N]`, ALiBi's, or `None`.
 
     Returns:
       float32 `[B, K, T]`.
@@ -136,6 +139,7 @@ def weigh_new(
         return padded.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
 
     key = jnp.where((key_order >= 0)[:, :, None, None], key, jnp.zeros((), key.dtype))
+    by_head = None if slopes is None else slopes.reshape(1, K, -1, 1, 1)
 
     def body(total: jax.Array, given: tuple) -> tuple[jax.Array, None]:
         query, order, lse = given
@@ -144,11 +148,12 @@ def weigh_new(
             "bqkgh,btkh->bkgqt",
             query,
             key.astype(query.dtype),
-            precision=precision,
+            precision=how.precision,
             preferred_element_type=jnp.float32,
         )
-        scores = capped(scores * scale, soft_cap)
-        seen = rule.allows(order[:, :, None], key_order[:, None, :])[:, None, None]
+        distance = None if slopes is None else distances(order, key_order)[:, None, None]
+        scores = modified(how, scores, Extras(None, by_head, distance))
+        seen = how.rule.allows(order[:, :, None], key_order[:, None, :])[:, None, None]
         shift = _never_below(lse).reshape(B, size, K, N // K).transpose(0, 2, 3, 1)
         return total + jnp.sum(block_weights(seen, scores, shift), axis=(2, 3)), None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.cache.spec import KVSpec
+from jaxkv.core.alibi import alibi_slopes
 from jaxkv.core.rotary import Rotary
 from jaxkv.models import parameters
 from jaxkv.models.config_fields import Fields, names
@@ -23,6 +24,7 @@ from jaxkv.models.geometry import LayerSpec, ModelGeometry
 
 Layers = tuple[LayerSpec, ...]
 Windowed = Callable[[int], bool]
+Slopes = Callable[[int], tuple[float, ...] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,8 @@ _LATENT = f"""kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_
 _LATENT_IGNORED = """num_key_value_heads head_dim qk_head_dim mlp_bias aux_loss_alpha ep_size
     n_group norm_topk_prob num_experts_per_tok num_mtp_layers num_nextn_predict_layers
     pretraining_tp routed_scaling_factor scoring_func seq_aux topk_group topk_method"""
+
+_MPT_IGNORED = "attn_impl attn_pdrop attn_uses_sequence_id clip_qkv prefix_lm softmax_scale"
 
 
 def _grouped_record(fields: Fields) -> tuple[int, KVSpec]:
@@ -124,13 +128,34 @@ def _sliding(fields: Fields, windowed: Windowed) -> list[bool]:
     return [meaning[kind] for kind in types]
 
 
-def _gpt2(fields: Fields) -> Layers:
+def _by_head(fields: Fields, alibi: Slopes = lambda heads: None) -> Layers:
+    """Gives each query head a key and a value of its own, without rotation."""
     heads = fields.size("num_attention_heads")
     width, rest = divmod(fields.size("hidden_size"), heads)
     if rest:
-        raise ValueError(f"gpt2 config: {heads} heads do not divide width {heads * width + rest}.")
-    layer = LayerSpec("full", heads, KVSpec(heads, width, width))
+        raise ValueError(
+            f"{fields.family} config: {heads} heads do not divide width {heads * width + rest}."
+        )
+    layer = LayerSpec("full", heads, KVSpec(heads, width, width), alibi=alibi(heads))
     return (layer,) * fields.size("num_hidden_layers")
+
+
+def _mpt(fields: Fields) -> Layers:
+    inner = Fields(
+        fields.get("attn_config", {}),
+        f"{fields.family} attn_config",
+        used=names("alibi alibi_bias_max attn_type qk_ln"),
+        ignored=names(_MPT_IGNORED),
+    )
+    only = {"alibi": True, "attn_type": "multihead_attention", "qk_ln": False}
+    for part, wanted in ((inner, only), (fields, {"no_bias": True})):
+        for name, value in wanted.items():
+            if part.get(name, value) != value:
+                raise ValueError(
+                    f"{part.family} config: {name} = {part.get(name)!r}: want {value}."
+                )
+    most = inner.size("alibi_bias_max", 8)
+    return _by_head(fields, lambda heads: tuple(x ** (most / 8) for x in alibi_slopes(heads)))
 
 
 def _grouped(fields: Fields) -> Layers:
@@ -219,6 +244,20 @@ _STAGED = f"{_WINDOWED} use_sliding_window max_window_layers"
 _FIRST_SLIDING = {"max_window_layers": 28}
 
 FAMILIES: dict[str, Family] = {
+    "bloom": Family(
+        partial(_by_head, alibi=alibi_slopes),
+        parameters.bloom,
+        ignored="""apply_residual_connection_post_layernorm attention_softmax_in_fp32
+        bias_dropout_fusion hidden_dropout layer_norm_epsilon masked_softmax_fusion n_inner
+        offset_alibi pretraining_tp skip_bias_add skip_bias_add_qkv slow_but_exact unk_token_id""",
+        spellings={
+            "n_embed": "hidden_size",
+            "n_head": "num_attention_heads",
+            "n_layer": "num_hidden_layers",
+            "seq_length": "max_position_embeddings",
+        },
+        defaults={"max_position_embeddings": 2048},
+    ),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "gemma2": Family(
@@ -271,7 +310,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gpt2": Family(
-        _gpt2,
+        _by_head,
         parameters.gpt2,
         "n_inner",
         """activation_function attn_pdrop embd_pdrop layer_norm_epsilon n_ctx output_past
@@ -303,6 +342,19 @@ FAMILIES: dict[str, Family] = {
         f"{_WINDOWED} num_local_experts",
         "num_experts_per_tok router_jitter_noise",
         spellings={"num_experts": "num_local_experts"},
+    ),
+    "mpt": Family(
+        _mpt,
+        parameters.mpt,
+        "attn_config expansion_ratio no_bias",
+        """emb_pdrop embedding_fraction init_config init_device layer_norm_epsilon learned_pos_emb
+        logit_scale norm_type resid_pdrop tokenizer_name verbose""",
+        spellings={
+            "d_model": "hidden_size",
+            "max_seq_len": "max_position_embeddings",
+            "n_heads": "num_attention_heads",
+            "n_layers": "num_hidden_layers",
+        },
     ),
     "qwen2": Family(
         _qwen,

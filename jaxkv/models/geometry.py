@@ -29,6 +29,7 @@ class LayerSpec:
       rotary: How positions turn queries and keys, `None` without rotary embeddings.
       state_bytes: Bytes of a fixed state per row; only for `"state"`.
       source: Number of the layer whose cache a `"shared"` layer reads, `None` where not known.
+      alibi: Slopes by which each head's scores fall with distance, `None` without ALiBi.
 
     Raises:
       ValueError: If the kind does not go with the other fields, or N is not a multiple of K.
@@ -45,6 +46,7 @@ class LayerSpec:
     rotary: Rotary | None = None
     state_bytes: int = 0
     source: int | None = None
+    alibi: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in (*STORING, "state", "shared"):

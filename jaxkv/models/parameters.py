@@ -20,6 +20,20 @@ def gpt2(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
     return positions + blocks + 2 * width + _tables(fields, tied=True)
 
 
+def bloom(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
+    """Counts LayerNorms, one of them after the embeddings, and biases; no positions are learned."""
+    width = fields.size("hidden_size")
+    block = 12 * width * width + 13 * width
+    return len(layers) * block + 4 * width + _tables(fields, tied=True)
+
+
+def mpt(fields: Fields, layers: tuple[LayerSpec, ...]) -> int:
+    """Counts norms and kernels; nothing has a bias."""
+    width, ratio = fields.size("hidden_size"), fields.size("expansion_ratio", 4)
+    block = (4 + 2 * ratio) * width * width + 2 * width
+    return len(layers) * block + width + _tables(fields, tied=True)
+
+
 def dense(
     fields: Fields,
     layers: tuple[LayerSpec, ...],

@@ -102,6 +102,20 @@ class Operands:
         )
 
 
+class Scaled(Protocol):
+    """States how products become scores, before anything is added."""
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the products."""
+        ...
+
+    @property
+    def soft_cap(self) -> float | None:
+        """What bounds the scores, or `None`."""
+        ...
+
+
 class Implementation(Protocol):
     """One way to compute attention; a new kernel is one file with one of these."""
 
@@ -128,9 +142,9 @@ def capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def modified(o: Operands, scores: jax.Array, extras: Extras) -> jax.Array:
+def modified(how: Scaled, scores: jax.Array, extras: Extras) -> jax.Array:
     """Turns bare products into scores: scale, soft-cap, then what is added; float32."""
-    scores = capped(scores * o.scale, o.soft_cap)
+    scores = capped(scores * how.scale, how.soft_cap)
     if extras.bias is not None:
         scores = scores + extras.bias.astype(jnp.float32)
     if extras.slopes is not None and extras.distance is not None:

@@ -14,7 +14,7 @@ from jaxkv.attention.options import ScoreOptions
 from jaxkv.testing.suite import Suite, call, feed, quick_jit
 from jaxkv.testing.tolerances import assert_close, assert_trees_equal
 
-OPTIONS: dict[str, Any] = {"soft_cap": 0.5, "sink_logits": True, "qk_norm": True}
+OPTIONS: dict[str, Any] = {"soft_cap": 0.5, "sink_logits": True, "qk_norm": True, "alibi": True}
 
 
 class Scoring(Suite):

@@ -63,7 +63,11 @@ def rotated(
 
 
 def head_attention(
-    p: Params, x: np.ndarray, theta: float | None = None, options: Mapping[str, Any] | None = None
+    p: Params,
+    x: np.ndarray,
+    theta: float | None = None,
+    options: Mapping[str, Any] | None = None,
+    slopes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Computes attention of N query over K KV heads (GQA, arXiv:2305.13245), causal by default."""
     x = x.astype(np.float64)
@@ -73,6 +77,8 @@ def head_attention(
     arrays = {"query": rotated(query, theta), "key": rotated(key, theta), "value": value}
     if "sink_logits" in p:
         arrays["sink_logits"] = p["sink_logits"]
+    if slopes is not None:
+        arrays["alibi_slopes"] = slopes
     out = dense.attention(arrays, {"causal": True, **(options or {})}).out
     return linear(p["out"], out, 2)
 
@@ -85,6 +91,7 @@ def latent_attention(
     *,
     scale: float | None = None,
     frequencies: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Computes DeepSeek-V2's latent attention (arXiv:2405.04434, section 2.1, eq. 9 to 19).
 
@@ -111,7 +118,7 @@ def latent_attention(
         for j in range(t + 1):
             key = np.concatenate([c_kv[b, j] @ p["key_up"][:, n], rope_key[b, j]])  # eq. 10, 17
             query = np.concatenate([queries[b, t, n, :H], rope_query[b, t, n]])  # eq. 16
-            scores[j] = query @ key * scale
+            scores[j] = query @ key * scale - (0 if slopes is None else slopes[n] * (t - j))
             values[j] = c_kv[b, j] @ p["value_up"][:, n]  # eq. 11
         weights = np.exp(scores - scores.max())
         out[b, t, n] = weights / weights.sum() @ values  # eq. 18

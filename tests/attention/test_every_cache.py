@@ -6,6 +6,7 @@ By default a covering set runs, in which every pair of two choices meets; `-m fu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -57,6 +58,10 @@ VARIANTS = {
     "mla": functools.partial(MultiHeadLatentAttention, WIDTH, 4, rotary=ROTARY),
     "cross": functools.partial(CrossAttention, WIDTH, 4, context_features=WIDTH),
 }
+
+
+# In the covering set each layout and each codec meets one of them.
+ALIBI = ("gqa", "mla")
 
 
 class Kept(NamedTuple):
@@ -142,7 +147,10 @@ EVERY = [
 
 @functools.cache
 def module(variant: str, layout: str) -> Any:
-    options = {} if variant == "cross" else LAYOUTS[layout].options
+    options = {} if variant == "cross" else dict(LAYOUTS[layout].options)
+    if variant in ALIBI:
+        score = options.get("score", ScoreOptions())
+        options["score"] = dataclasses.replace(score, alibi=True)
     return VARIANTS[variant](**options, rngs=nnx.Rngs(0))
 
 

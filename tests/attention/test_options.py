@@ -17,6 +17,9 @@ import jaxkv
         (dict(soft_cap=-1.0), "soft_cap=-1.0"),
         (dict(scale=float("nan")), "scale=nan"),
         (dict(pinned=-1), "pinned=-1"),
+        (dict(alibi=0.5), "alibi=0.5: want True, False or a tuple"),
+        (dict(alibi=(0.5, float("inf"))), r"alibi=\(0.5, inf\)"),
+        (dict(alibi=("a",)), "want True, False or a tuple of finite slopes"),
     ],
 )
 def test_score_options_out_of_range_are_named(bad: dict, says: str) -> None:
@@ -32,6 +35,15 @@ def test_options_of_another_kind_are_named(bad: dict, says: str) -> None:
     for variant in (jaxkv.MultiHeadAttention, jaxkv.MultiHeadLatentAttention):
         with pytest.raises(ValueError, match=says):
             variant(24, 4, rngs=nnx.Rngs(0), **bad)
+
+
+@pytest.mark.parametrize(
+    "variant", [jaxkv.MultiHeadAttention, jaxkv.MultiHeadLatentAttention, jaxkv.CrossAttention]
+)
+def test_slopes_for_other_heads_or_two_sequences_are_named(variant: type) -> None:
+    says = "two sequences" if variant is jaxkv.CrossAttention else "alibi has 3 slopes: want 4"
+    with pytest.raises(ValueError, match=says):
+        variant(24, 4, score=jaxkv.ScoreOptions(alibi=(0.5, 0.2, 0.1)), rngs=nnx.Rngs(0))
 
 
 def test_a_module_in_place_of_a_factory_is_named() -> None:

@@ -27,8 +27,8 @@ class Token:
 class Row:
     """What one row keeps, head by head, by the words of the papers."""
 
-    def __init__(self, spec: KVSpec, layout: Evicting) -> None:
-        self.spec, self.layout, self.end = spec, layout, 0
+    def __init__(self, spec: KVSpec, layout: Evicting, slopes: Any = None) -> None:
+        self.spec, self.layout, self.end, self.slopes = spec, layout, 0, slopes
         self.heads: list[list[Token]] = [[] for _ in range(spec.kv_heads)]
         self.mark = 0  # the row's length when it last gave tokens up
 
@@ -45,6 +45,8 @@ class Row:
                 seen = [t for t in self.heads[k] if t.order <= self.end + i]
                 for n in range(k * per_group, (k + 1) * per_group):
                     s = np.array([query[i, n] @ t.key for t in seen]) * scale
+                    if self.slopes is not None:
+                        s -= self.slopes[n] * np.array([self.end + i - t.order for t in seen])
                     p = np.exp(s - s.max())
                     p /= p.sum()
                     out[i, n] = p @ np.stack([t.value for t in seen])
@@ -116,8 +118,11 @@ def kept(cache: LayerCache, row: int) -> list[list[int]]:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def extend(how: Any, cache: LayerCache, query: Any, key: Any, value: Any, count: Any) -> Any:
-    out, _, cache = cache.open(query.shape[1], count).extend(query, key, value, how)
+def extend(
+    how: Any, cache: LayerCache, query: Any, key: Any, value: Any, count: Any, slopes: Any = None
+) -> Any:
+    opened = cache.open(query.shape[1], count)
+    out, _, cache = opened.extend(query, key, value, how, alibi_slopes=slopes)
     return out, cache.close()
 
 

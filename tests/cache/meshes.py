@@ -56,6 +56,7 @@ def step_inputs(kind: str, length: int = 3) -> dict[str, Any]:
         "value": value,
         "bias": normal(rng, 1, heads, 1, S),
         "sink_logits": normal(rng, heads),
+        "alibi_slopes": normal(rng, heads),
     }
 
 
@@ -63,7 +64,7 @@ def extend(
     spec: KVSpec, cache: LayerCache, counts: Any, mask: Any, inputs: dict[str, Any]
 ) -> tuple[Any, Any, LayerCache]:
     opened = cache.open(inputs["query"].shape[1], counts)
-    options = {name: inputs[name] for name in ("bias", "sink_logits")}
+    options = {name: inputs[name] for name in ("bias", "sink_logits", "alibi_slopes")}
     out, lse, written = opened.extend(
         inputs["query"],
         inputs["key"],

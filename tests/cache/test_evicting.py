@@ -44,15 +44,27 @@ LAYOUTS = {
 }
 
 
-def run(spec: KVSpec, heads: int, layout: Evicting, codec: Any, calls: Any = CALLS) -> LayerCache:
+# Those whose scores fall with distance: it is that of the orders, not of the slots.
+ALIBI = ("h2o, budgets by head", "snapkv")
+
+
+def run(
+    spec: KVSpec,
+    heads: int,
+    layout: Evicting,
+    codec: Any,
+    calls: Any = CALLS,
+    slopes: np.ndarray | None = None,
+) -> LayerCache:
     how, rng = scoring(spec), np.random.default_rng(5)
     cache = create_layer(spec, codec, 2, 64, layout=layout)
-    rows = [Row(spec, layout) for _ in range(2)]
+    rows = [Row(spec, layout, slopes) for _ in range(2)]
     for counts in calls:
         length = WIDTH if max(counts) > 1 else 1
         query, key, value = draw_tokens(rng, spec, heads, 2, length)
         stored = [np.asarray(x) for x in coded(codec, spec, key, value)]
-        out, cache = extend(how, cache, query, key, value, jnp.asarray(counts, jnp.int32))
+        count = jnp.asarray(counts, jnp.int32)
+        out, cache = extend(how, cache, query, key, value, count, slopes)
         for b, n in enumerate(counts):
             want = rows[b].step(query[b, :n], stored[0][b, :n], stored[1][b, :n], how.scale)
             assert_close(out[b, :n], want, terms=64 * spec.query_width)
@@ -63,14 +75,20 @@ def run(spec: KVSpec, heads: int, layout: Evicting, codec: Any, calls: Any = CAL
     return cache
 
 
+def slopes_of(heads: int) -> np.ndarray:
+    return np.linspace(0.1, 0.9, heads, dtype=np.float32)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_win_14_a_policy_keeps_what_its_paper_says_and_positions_survive(name: str) -> None:
-    run(GQA, HEADS, LAYOUTS[name], Raw(jnp.float32))
+    slopes = slopes_of(HEADS) if name in ALIBI else None
+    run(GQA, HEADS, LAYOUTS[name], Raw(jnp.float32), slopes=slopes)
 
 
 @pytest.mark.parametrize("name", ["h2o", "tova"])
 def test_latents_and_codes_are_evicted_alike(name: str) -> None:
-    run(*SPECS["latent"], LAYOUTS[name], Int8())
+    spec, heads = SPECS["latent"]
+    run(spec, heads, LAYOUTS[name], Int8(), slopes=slopes_of(heads))
 
 
 def test_a_budget_that_is_not_reached_changes_nothing() -> None:

@@ -22,14 +22,16 @@ FULL = pytest.mark.full
 
 def run(kind: str, cache: LayerCache, tokens: Any, counts: Any) -> Any:
     """Feeds some calls, then one token, and takes rows apart."""
-    how, outs = scoring(KINDS[kind][0]), []
+    spec, heads, _ = KINDS[kind]
+    how, outs = scoring(spec), []
+    slopes = jnp.linspace(0.1, 0.5, heads, dtype=jnp.float32)
     for i in range(STEPS):
         given = [None if x is None else x[i] for x in tokens]
-        out, _, cache = cache.open(WIDTH, counts[i]).extend(*given, how)
+        out, _, cache = cache.open(WIDTH, counts[i]).extend(*given, how, alibi_slopes=slopes)
         cache = cache.close()
         outs.append(out)
     first = [None if x is None else x[0, :, :1] for x in tokens]
-    out, _, after = cache.extend(*first, how)
+    out, _, after = cache.extend(*first, how, alibi_slopes=slopes)
     return jnp.stack(outs), out, after.reorder(jnp.arange(B, dtype=jnp.int32)[::-1])
 
 

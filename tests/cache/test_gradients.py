@@ -29,6 +29,7 @@ B, CAPACITY, CALLS, WIDTH = 3, 13, 2, 6
 # Tokens that each call adds to each row: rows run apart, and some calls add nothing to a row.
 COUNTS = np.array([[4, 2, 0], [6, 0, 5]])
 TOTAL = COUNTS.sum(0)
+BY_HEAD = ("sink_logits", "alibi_slopes")
 
 
 def token_of_call() -> np.ndarray:
@@ -59,7 +60,7 @@ def in_calls(spec: KVSpec, how: Scoring, arrays: dict[str, Any], cache: LayerCac
             bias = jnp.moveaxis(arrays["bias"][:, safe], 0, 1)
         opened = cache.open(WIDTH, jnp.asarray(COUNTS[number], jnp.int32))
         out, lse, written = opened.extend(
-            query, key, value, how, bias=bias, sink_logits=arrays.get("sink_logits")
+            query, key, value, how, bias=bias, **{n: arrays.get(n) for n in BY_HEAD}
         )
         cache = written.close()
         outs.append(out)
@@ -85,7 +86,7 @@ def inputs(name: str, extras: bool) -> dict[str, np.ndarray]:
         arrays["value"] = value
     if extras:
         arrays["bias"] = normal(rng, heads, tokens, CAPACITY)
-        arrays["sink_logits"] = normal(rng, heads)
+        arrays |= {name: normal(rng, heads) for name in BY_HEAD}
     return arrays
 
 
@@ -128,7 +129,7 @@ def wanted(name: str, how: Scoring, arrays: dict[str, np.ndarray]) -> dict[str, 
     }
     if "bias" in arrays:
         operands["bias"] = arrays["bias"][None, :, :, :tokens]
-        operands["sink_logits"] = arrays["sink_logits"]
+        operands |= {name: arrays[name] for name in BY_HEAD}
     grads = dense.attention(operands, options, bars(name)).grads
     if spec.value_offset is not None:
         inside = slice(spec.value_offset, spec.value_offset + spec.value_width)

@@ -140,6 +140,58 @@ def test_imp_09_gpt2_names_and_long_names_give_equal_geometry() -> None:
         read_config({**long, "n_head": 5})
 
 
+def test_alibi_is_read_into_the_layers() -> None:
+    bloom = read_config(HF["bloom-0"]["config"])
+    # 2 x 48 numbers of a token and layer; 4 heads by section 3 of the paper.
+    assert bloom.layers[0].spec == KVSpec(4, 12, 12) and len(bloom.layers) == 3
+    assert bloom.layers[0].alibi == (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)
+    mpt = HF["mpt-0"]["config"]
+    # MPT takes the odd ones of 8 heads, then the even ones, and stops after 6.
+    want = [2.0**-n for n in (2, 4, 6, 8, 1, 3)]
+    assert read_config(mpt).layers[0].alibi == tuple(want)
+    half = mpt["attn_config"] | {"alibi_bias_max": 4}
+    assert read_config(mpt | {"attn_config": half}).layers[0].alibi == pytest.approx(
+        [x**0.5 for x in want]
+    )
+    for name in ("alibi", "qk_ln", "attn_type"):
+        other = mpt["attn_config"] | {name: not mpt["attn_config"][name]}
+        with pytest.raises(ValueError, match=f"mpt attn_config config: {name} = "):
+            read_config(mpt | {"attn_config": other})
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "bytes_per_token"),
+    [
+        # The figures of the models' pages: 559 million, 176 billion, 6.7 billion.
+        (
+            {"model_type": "bloom", "vocab_size": 250_880, "hidden_size": 1024}
+            | {"n_layer": 24, "n_head": 16, "seq_length": 2048},
+            559_214_592,
+            24 * 2 * 1024 * 2,
+        ),
+        (
+            {"model_type": "bloom", "vocab_size": 250_880, "n_embed": 14_336}
+            | {"n_layer": 70, "num_attention_heads": 112},
+            176_247_271_424,
+            70 * 2 * 14_336 * 2,
+        ),
+        (
+            {"model_type": "mpt", "vocab_size": 50_432, "d_model": 4096, "n_layers": 32}
+            | {"n_heads": 32, "max_seq_len": 2048, "attn_config": {"alibi": True}},
+            6_649_286_656,
+            32 * 2 * 4096 * 2,
+        ),
+    ],
+)
+def test_models_with_alibi_have_their_published_sizes(
+    config: dict[str, Any], parameters: int, bytes_per_token: int
+) -> None:
+    geometry = read_config(config)
+    assert geometry.parameters == parameters
+    elements = sum(layer.spec.elements_per_token for layer in geometry.layers if layer.spec)
+    assert 2 * elements == bytes_per_token and geometry.max_context == 2048
+
+
 def test_key_value_heads_and_head_width() -> None:
     grouped = read_config(LLAMA)
     assert grouped.layers == (LayerSpec("full", 6, KVSpec(2, 8, 8), rotary=Rotary()),) * 2
@@ -318,7 +370,7 @@ def test_tables_of_fields_do_not_overlap(family: str) -> None:
         ({"num_key_value_heads": 4}, "6 query heads are no multiple of 4 KV heads"),
         (
             {"model_type": "mamba"},
-            "unknown model_type 'mamba' in the config; known are deepseek_v2",
+            "unknown model_type 'mamba' in the config; known are bloom, deepseek_v2",
         ),
         ({"model_type": None}, "names no model_type"),
     ],

@@ -32,6 +32,7 @@ MLA = functools.partial(
     num_heads=4,
     head_dim=8,
     rotary=Rotary(layout="interleaved"),
+    score=ScoreOptions(alibi=True),
     latent=LatentOptions(12, 4, query_latent_dim=10),
 )
 
@@ -117,6 +118,9 @@ def reference(model: jaxkv.Decoder, layers: list[Any], tokens: jax.Array) -> jax
         query, key, value = heads(attn, normed, records[source], at)
         scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
         gap = at[0][:, None] - at[0][None, :]
+        if attn.score.alibi:  # of 4 heads
+            slopes = jnp.array([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8])[None, :, None, None]
+            scores = scores - slopes * gap[None, None].astype(jnp.float32)
         seen = (gap >= 0) & (gap < (attn.rule.window or T))
         weights = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1)
         out = jnp.einsum("bnts,bsnv->btnv", weights, value)

@@ -27,8 +27,8 @@ def mesh_of(shape, *kinds):
 
 
 def arrays_of(K):
-    arrays = operands(B, T, S, N, K, 4, 3)
-    return arrays | {"bias": normal("bias", B, 1, T, S), "sink_logits": normal("sink", N)}
+    by_head = {"sink_logits": normal("sink", N), "alibi_slopes": normal("slope", N)}
+    return operands(B, T, S, N, K, 4, 3) | {"bias": normal("bias", B, 1, T, S)} | by_head
 
 
 OPTIONS = {
