@@ -36,9 +36,9 @@ class Tiles:
     stages: int
 
 
-# By the wider of the two head widths, for 16-bit numbers, forward and backward: the largest that
-# spill no registers and fit the shared memory of each chip of docs/measurements.md. 32-bit
-# numbers halve both sides.
+# By the wider of the two head widths, for 16-bit numbers, forward and backward: they stay in the
+# registers and the shared memory of each chip of docs/measurements.md. 32-bit numbers halve both
+# sides. None has been timed yet.
 FORWARD = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)}
 BACKWARD = {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 64, 8, 2), 256: Tiles(32, 32, 4, 1)}
 
