@@ -220,7 +220,9 @@ def _refused(call: _Call) -> str | None:
         return jax.vjp(lambda q, k, v: call(q, k, v, *rest), query, key, value)[0]
 
     try:
-        jax.eval_shape(both, *call.abstract())
+        # Each device makes the call by itself, so no mesh is part of the question.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            jax.eval_shape(both, *call.abstract())
     # What JAX itself is built on may be missing or changed; another implementation serves then.
     except Exception as reason:
         return f"is not to be had here: {reason}"
