@@ -17,16 +17,21 @@ from jaxkv.core.sharding import axis_size, current_rules, local
 from jaxkv.core.trees import check_arrays, is_known
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops.blockwise import Blockwise
+from jaxkv.ops.cudnn import CuDNN
 from jaxkv.ops.dropping import dropout_seeds
 from jaxkv.ops.einsum import Einsum
 from jaxkv.ops.operands import Implementation, Operands
 from jaxkv.ops.reference import Reference
+from jaxkv.ops.triton import Triton
 
 # How a caller says who shall compute.
 Choice = str | Implementation | Sequence[str | Implementation] | None
 
 # In order of preference; the last ones can serve anything.
-IMPLEMENTATIONS: tuple[Implementation, ...] = (Einsum(), Blockwise(), Reference())
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    *(CuDNN(), Triton()),
+    *(Einsum(), Blockwise(), Reference()),
+)
 
 
 def attention(

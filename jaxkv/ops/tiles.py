@@ -67,6 +67,13 @@ class Live(NamedTuple):
 
 
 def live_tiles(o: Operands, queries: Cut, keys: Cut, heads: int) -> Live:
+    """Lists the pairs of `live_pairs`."""
+    live = live_pairs(o, queries, keys, heads)
+    tiles = jnp.argsort(~live, axis=-1, stable=True).astype(jnp.int32)
+    return Live(tiles, jnp.sum(live, axis=-1, dtype=jnp.int32))
+
+
+def live_pairs(o: Operands, queries: Cut, keys: Cut, heads: int) -> jax.Array:
     """Finds the pairs of tiles in which any query may see any key.
 
     Args:
@@ -78,6 +85,9 @@ def live_tiles(o: Operands, queries: Cut, keys: Cut, heads: int) -> Live:
     Orders and segments are compared by their ranges in a tile, so a pair that is left out has
     nothing to see; a pair that is listed is masked element by element. A caller's mask is looked
     at once, whole.
+
+    Returns:
+      bool `[B|1, N|1, nq, nk]`.
     """
     q_real = jnp.ones_like(o.q_order, bool) if o.q_segments is None else o.q_segments != 0
     k_real = o.k_order >= 0
@@ -98,8 +108,7 @@ def live_tiles(o: Operands, queries: Cut, keys: Cut, heads: int) -> Live:
     live = live[:, None]
     if o.mask is not None:
         live = live & _any(o.mask, queries, keys, heads)
-    tiles = jnp.argsort(~live, axis=-1, stable=True).astype(jnp.int32)
-    return Live(tiles, jnp.sum(live, axis=-1, dtype=jnp.int32))
+    return live
 
 
 def _range(cut: Cut, x: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
