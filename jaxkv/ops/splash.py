@@ -22,6 +22,9 @@ from jaxkv.ops.operands import Operands
 from jaxkv.ops.splash_blocks import LANES, Pattern, block_sizes, visits
 
 _WHERE = "jax.experimental.pallas.ops.tpu.splash_attention"
+# JAX's own gradient runs the forward kernel again and takes none by the log-sum-exp, so its kernels
+# are called one by one.
+USED = ("_splash_attention_forward", "_splash_attention_bwd_dkv", "_splash_attention_bwd_dq")
 # Ids that match none, of queries and of keys: padding sees nothing, and nothing sees it.
 NO_QUERY, NO_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
 # What the kernel takes for a score that is not seen, and an LSE that makes any weight 0.
@@ -59,14 +62,17 @@ class Splash:
     def refuses(self, operands: Operands) -> str | None:
         """Says which feature is missing for this call, or `None` if it can serve."""
         o, platform = operands, target_platform()
+        if platform != "tpu" and not self.interpret:
+            return f"runs on TPU only, not on {platform}"
         reasons = {
-            f"runs on TPU only, not on {platform}": platform != "tpu" and not self.interpret,
             f"has no {o.query.dtype}": o.query.dtype not in (jnp.float32, jnp.bfloat16),
             "has no bias": o.bias is not None,
             "has no ALiBi slopes": o.alibi_slopes is not None,
             "has no mask but the rule and segments": o.mask is not None,
             "has no dropout": o.dropout_seeds is not None,
-            "must know where queries and keys stand before it runs": o.offset is None,
+            "must know at trace time where queries and keys stand": o.offset is None,
+            f"has no precision {o.precision}": _precision(o) is None,
+            "is another one in this version of JAX": not all(hasattr(_library(), n) for n in USED),
         }
         return next((reason for reason, missing in reasons.items() if missing), None)
 
@@ -86,11 +92,12 @@ class Splash:
             lse = jnp.full((B, T, N), -jnp.inf, jnp.float32)
         else:
             S = o.key.shape[1]
+            q_block, kv_block = block_sizes(o.rule, T, S)
             how = Kernels(
-                Pattern(o.rule, o.offset, T, S, block_sizes(self.q_block, self.kv_block, T, S)),
+                Pattern(o.rule, o.offset, T, S, self.q_block or q_block, self.kv_block or kv_block),
                 o.key.shape[2] == 1,
                 o.soft_cap,
-                o.precision,
+                _precision(o) or "default",
                 self.interpret,
             )
             query = o.emptied_query() * jnp.asarray(o.scale, o.query.dtype)
@@ -118,17 +125,17 @@ class Kernels:
     pattern: Pattern
     one_head: bool
     soft_cap: float | None
-    precision: Any
+    precision: str
     interpret: bool
 
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Computes `(out [N, T, V], lse float32[N, T])` of whole blocks."""
-        lib, (bq, bkv) = _library(), self.pattern.sizes.forward
+        lib, p = _library(), self.pattern
         with _plain(self.precision):
             out, (lse,) = lib._splash_attention_forward(
-                self._info(bq, bkv),
+                self._info(),
                 q,
                 self._keys(k),
                 self._keys(v),
@@ -136,10 +143,10 @@ class Kernels:
                 None,
                 mask_value=UNSEEN,
                 is_mqa=self.one_head,
-                block_sizes=lib.BlockSizes(bq, bkv, min(bkv, 512)),
+                block_sizes=lib.BlockSizes(p.q_block, p.kv_block, _part(p.kv_block)),
                 residual_checkpoint_name=None,
                 save_residuals=True,
-                mask_function=self.pattern.mask_function(),
+                mask_function=p.mask_function(),
                 attn_logits_soft_cap=self.soft_cap,
                 interpret=self.interpret,
             )
@@ -149,47 +156,52 @@ class Kernels:
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, rest: tuple
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Computes the gradients by q, k and v from `(lse, d_out, delta)`."""
-        lib, (bq, bkv) = _library(), self.pattern.sizes.backward
+        lib, p = _library(), self.pattern
         segments = None if ids is None else lib.SegmentIds(*ids)
         args = (q, self._keys(k), self._keys(v), segments, None, *rest)
         layout = lib.QKVLayout.HEAD_DIM_MINOR
         options = dict(
-            bq=bq,
-            bkv=bkv,
+            bq=p.q_block,
+            bkv=p.kv_block,
             is_mqa=self.one_head,
             mask_value=UNSEEN,
             attn_logits_soft_cap=self.soft_cap,
             q_layout=layout,
             k_layout=layout,
             v_layout=layout,
-            mask_function=self.pattern.mask_function(),
+            mask_function=p.mask_function(),
             interpret=self.interpret,
         )
         with _plain(self.precision):
             _, d_k, d_v = lib._splash_attention_bwd_dkv(
                 *args,
-                bkv_compute=bkv,
-                mask_info=self._info(bq, bkv, by_key=True),
+                bkv_compute=p.kv_block,
+                mask_info=self._info(by_key=True),
                 use_fused_bwd_kernel=False,
                 **options,
             )
-            d_q = lib._splash_attention_bwd_dq(*args, mask_info=self._info(bq, bkv), **options)
+            d_q = lib._splash_attention_bwd_dq(*args, mask_info=self._info(), **options)
         return d_q, d_k.reshape(k.shape), d_v.reshape(v.shape)
 
     def _keys(self, x: jax.Array) -> jax.Array:
         return x[0] if self.one_head else x
 
-    def _info(self, q_block: int, kv_block: int, *, by_key: bool = False) -> Any:
+    def _info(self, *, by_key: bool = False) -> Any:
         """Tells a kernel which blocks to visit; `by_key` is the order of the keys' gradient."""
         info = importlib.import_module(f"{_WHERE}.splash_attention_mask_info").MaskInfo
         if self.pattern.mask_function() is None:
             return info(None, None, None, None, None)
-        live = self.pattern.live(q_block, kv_block)
+        live = self.pattern.live()
         block, run = visits(live.T if by_key else live)
         if by_key:
             block, run = block.swapaxes(1, 2), run.swapaxes(1, 2)
         queries = np.arange(self.pattern.queries, dtype=np.int32)
         return info(jnp.asarray(block), None, jnp.asarray(run), None, jnp.asarray(queries))
+
+
+def _part(block: int) -> int:
+    """Takes the keys of a block half by half: the forward kernel holds fewer scores."""
+    return block // 2 if block % (2 * LANES) == 0 else block
 
 
 @functools.cache
@@ -198,14 +210,29 @@ def _library() -> Any:
 
 
 @contextlib.contextmanager
-def _plain(precision: Any) -> Iterator[None]:
+def _plain(precision: str) -> Iterator[None]:
     """Runs code that was not written for strict promotion, with the precision of a call."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         stack.enter_context(jax.numpy_rank_promotion("allow"))
-        if precision is not None:
+        if precision != "ambient":
             stack.enter_context(jax.default_matmul_precision(precision))
         yield
+
+
+def _precision(o: Operands) -> str | None:
+    """Names the precision of the products, `None` if the kernel knows none like it.
+
+    Those of 16-bit numbers are exact in float32, and the compiler takes no other for them.
+    """
+    if o.query.dtype != jnp.float32:
+        return "default"
+    if o.precision is None:
+        return "ambient"
+    try:
+        return lax.Precision(o.precision).name.lower()
+    except ValueError:
+        return None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
