@@ -92,7 +92,8 @@ class Splash:
             lse = jnp.full((B, T, N), -jnp.inf, jnp.float32)
         else:
             S = o.key.shape[1]
-            q_block, kv_block = block_sizes(o.rule, T, S)
+            width = max(o.query.shape[3], o.value.shape[3])
+            q_block, kv_block = block_sizes(o.rule, T, S, width, o.query.dtype)
             how = Kernels(
                 Pattern(o.rule, o.offset, T, S, self.q_block or q_block, self.kv_block or kv_block),
                 o.key.shape[2] == 1,

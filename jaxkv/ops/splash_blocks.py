@@ -9,31 +9,39 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxkv.core.visibility import Visibility
 
 LANES = 128
-# Queries and keys of a block, in tokens. All kernels fit v5e, v6e, v5p and tpu7x with it, also for
-# float32 and heads of 576. By the compiler's estimates (128 wide, bfloat16, nothing masked) forward
-# and backward take 3 % less than with half as many queries on v5p and 9 % less on tpu7x, and twice
-# as many keys would take 3 % less again; those for v5e and v6e cannot be had.
+# Queries and keys of a block, in tokens. By the compiler's estimates (128 wide, bfloat16, nothing
+# masked) forward and backward take 3 % less than with half as many queries on v5p and 9 % less on
+# tpu7x, and twice as many keys would take 3 % less again; those for v5e and v6e cannot be had.
 BLOCK = 1024
-# The smallest block that is chosen for a window's sake: smaller ones cost more than they skip.
+# Bytes of a head's key or value, in 16-bit numbers, up to which such blocks fit v5e, v6e, v5p and
+# tpu7x. Half the block holds four times as much, and float32 twice as much as its bytes, since
+# products in full precision take more room.
+WIDEST = 512
+# The smallest block that is chosen for any other sake than padding's: smaller ones cost too much.
 SMALL = 256
 
 
-def block_sizes(rule: Visibility, T: int, S: int) -> tuple[int, int]:
-    """Chooses the blocks of T queries and S keys."""
-    q, kv = _fitted(T), _fitted(S)
+def block_sizes(rule: Visibility, T: int, S: int, width: int, dtype: DTypeLike) -> tuple[int, int]:
+    """Chooses the blocks of T queries and S keys with keys and values of at most `width`."""
+    size = np.dtype(dtype).itemsize
+    most, room = BLOCK, WIDEST
+    while most > SMALL and width * size * (size // 2) > room:
+        most, room = most // 2, room * 4
+    q, kv = _fitted(T, most), _fitted(S, most)
     if rule.left is not None and rule.right is not None:
         while kv > SMALL and 2 * kv > rule.left + rule.right + 1:
             kv //= 2
     return q, kv
 
 
-def _fitted(length: int) -> int:
+def _fitted(length: int, most: int) -> int:
     """Weighs padding against steps, each of which costs about what `LANES` tokens do."""
-    blocks = [BLOCK]
+    blocks = [most]
     while blocks[-1] > LANES:
         blocks.append(blocks[-1] // 2)
     return min(blocks, key=lambda block: _padded(length, block) * (block + LANES) // block)
