@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import logging
 
-import jax
-
+from jaxkv.core.platform import target_platform
 from jaxkv.core.sharding import axis_size
 
 logger = logging.getLogger("jaxkv")
 
 
 def default_lanes() -> int:
-    """Chooses the lane multiple for the platform: 128 on TPU, else 1."""
-    return 128 if jax.default_backend() == "tpu" else 1
+    """Chooses the lane multiple for the platform in use: 128 on TPU, else 1."""
+    return 128 if target_platform() == "tpu" else 1
 
 
 def kv_replicas(num_heads: int, kv_heads: int, name: str) -> int:

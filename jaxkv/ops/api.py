@@ -22,6 +22,7 @@ from jaxkv.ops.dropping import dropout_seeds
 from jaxkv.ops.einsum import Einsum
 from jaxkv.ops.operands import Implementation, Operands
 from jaxkv.ops.reference import Reference
+from jaxkv.ops.splash import Splash
 from jaxkv.ops.triton import Triton
 
 # How a caller says who shall compute.
@@ -29,7 +30,7 @@ Choice = str | Implementation | Sequence[str | Implementation] | None
 
 # In order of preference; the last ones can serve anything.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    *(CuDNN(), Triton()),
+    *(Splash(), CuDNN(), Triton()),
     *(Einsum(), Blockwise(), Reference()),
 )
 

@@ -26,8 +26,8 @@ IMPLEMENTATIONS: dict[str, Any] = {
     "reference": Reference(),
 }
 
-# Kernels that run on their own devices only: test_gpu.py.
-ELSEWHERE = ("cudnn", "triton")
+# Kernels that run on their own devices only: test_splash.py, test_gpu.py.
+ELSEWHERE = ("splash", "cudnn", "triton")
 
 # Values that a program is specialised to; everything else is traced.
 STATIC = ("causal", "window", "pinned", "scale", "soft_cap", "dropout_rate", "precision")
