@@ -21,12 +21,13 @@ from jaxkv.ops.dropping import dropout_seeds
 from jaxkv.ops.einsum import Einsum
 from jaxkv.ops.operands import Implementation, Operands
 from jaxkv.ops.reference import Reference
+from jaxkv.ops.splash import Splash
 
 # How a caller says who shall compute.
 Choice = str | Implementation | Sequence[str | Implementation] | None
 
 # In order of preference; the last ones can serve anything.
-IMPLEMENTATIONS: tuple[Implementation, ...] = (Einsum(), Blockwise(), Reference())
+IMPLEMENTATIONS: tuple[Implementation, ...] = (Splash(), Einsum(), Blockwise(), Reference())
 
 
 def attention(

@@ -26,6 +26,9 @@ IMPLEMENTATIONS: dict[str, Any] = {
     "reference": Reference(),
 }
 
+# Kernels that run on their own devices only: test_splash.py.
+ELSEWHERE = ("splash",)
+
 # Values that a program is specialised to; everything else is traced.
 STATIC = ("causal", "window", "pinned", "scale", "soft_cap", "dropout_rate", "precision")
 # Time here is the compiler's. Operation by operation, calls of one shape share what is compiled

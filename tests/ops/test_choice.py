@@ -9,13 +9,13 @@ import pytest
 
 from jaxkv.ops import api
 from jaxkv.ops.api import attention, explain
-from tests.ops.suite import IMPLEMENTATIONS, operands
+from tests.ops.suite import ELSEWHERE, IMPLEMENTATIONS, operands
 
 ONES = np.ones
 
 
 def test_every_implementation_is_under_test():
-    assert list(IMPLEMENTATIONS) == [i.name for i in api.IMPLEMENTATIONS]
+    assert [*ELSEWHERE, *IMPLEMENTATIONS] == [i.name for i in api.IMPLEMENTATIONS]
 
 
 def test_explain_lists_who_serves_and_why_not():
