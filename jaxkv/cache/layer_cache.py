@@ -269,7 +269,11 @@ class LayerCache(Verbs):
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to this call's own tokens; mask and bias as in `attend`."""
         T, plan, rule = query.shape[1], self._opened(), self.layout.narrowed(scoring.rule)
-        q_order, real = self.new_orders(T)
+        if rule.pinned:
+            q_order, real = self.new_orders(T)
+            where = dict(query_order=q_order, key_order=jnp.where(real, q_order, -1))
+        else:  # real tokens come first and count up, and only pinned ones are told by their order
+            where = dict(offset=0, key_lengths=plan.count)
         return attention(
             query,
             key,
@@ -277,8 +281,7 @@ class LayerCache(Verbs):
             causal=rule.causal,
             window=rule.window,
             pinned=rule.pinned,
-            query_order=q_order,
-            key_order=jnp.where(real, q_order, -1),
+            **where,
             mask=self._new_columns(mask, plan.start, T, False),
             bias=self._new_columns(bias, plan.start, T, 0),
             scale=scoring.scale,
