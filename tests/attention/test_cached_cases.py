@@ -12,9 +12,9 @@ from flax import nnx
 from jaxkv.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
-from jaxkv.ops.api import IMPLEMENTATIONS
 from jaxkv.testing.suite import call, feed
 from jaxkv.testing.tolerances import assert_close, assert_trees_equal
+from tests.ops.suite import IMPLEMENTATIONS
 
 X = np.random.default_rng(0).normal(size=(2, 11, 16)).astype(np.float32)
 
@@ -36,10 +36,9 @@ def test_win_10_a_one_token_step_keeps_the_window(variant: type) -> None:
 @pytest.mark.parametrize("variant", [GroupedQueryAttention, MultiHeadLatentAttention])
 def test_chk_07_every_implementation_agrees_with_and_without_a_cache(variant: type) -> None:
     found = {}
-    for implementation in IMPLEMENTATIONS:
-        numerics = Numerics(implementation=implementation.name)
+    for name in IMPLEMENTATIONS:
+        numerics = Numerics(implementation=name)
         attn = variant(16, 4, rotary=Rotary(50.0), numerics=numerics, rngs=nnx.Rngs(0))
-        name = implementation.name
         found[name, "no cache"], _ = call(attn, X)
         found[name, "prefill"], _ = feed(attn, X, attn.init_cache(2, 12), [11])
         found[name, "steps"], _ = feed(attn, X, attn.init_cache(2, 12), [1] * 11)
