@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTA
 
 
 def test_examples_print_what_the_readme_says() -> None:
-    assert len(BLOCKS) == README.count("```python") == 3
+    assert len(BLOCKS) == README.count("```python") == 4
     names: dict[str, object] = {}
     for code, want in BLOCKS:
         printed = io.StringIO()

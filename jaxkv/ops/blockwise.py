@@ -118,9 +118,11 @@ def _outputs(how: Blockwise, cpu: bool, o: Operands) -> tuple[jax.Array, jax.Arr
             tile = Tile(walk, u, i, live[n])
             scores = modified(o, _scores(o, tile, q, tile.of_keys(o.key)), tile.extras())
             seen = jnp.broadcast_to(tile.seen(), scores.shape)
-            new_top = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
+            # Masked once, for both that read them: the rule costs more than a tile's copy.
+            scores = lax.optimization_barrier(jnp.where(seen, scores, -jnp.inf))
+            new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
             shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
-            p = _weights(seen, scores, shift)
+            p = exp_below(scores - shift[..., None])
             old = jnp.where(jnp.isfinite(top), exp_below(top - shift), 0.0)
             total = total * old + jnp.sum(p, axis=-1)
             p = _dropped(p, tile.kept(), o.dropout_rate).astype(dtype)

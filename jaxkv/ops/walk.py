@@ -16,7 +16,7 @@ from jaxkv.ops.tiles import Cut, Live, add, live_tiles, part
 
 # On CPU the tiles of one KV head, its scores among them, stay in the core's own cache. A device
 # wants few large products; its tiles of scores, in elements, are bounded by the last number.
-CPU_TILE = (256, 256)
+CPU_TILE = (128, 128)
 DEVICE_TILE = (512, 512)
 DEVICE_SCORES = 2**21
 

@@ -45,8 +45,13 @@ def test_fla_02_lengths_that_are_no_multiple_of_the_tile(T, size):
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 100])
-@pytest.mark.parametrize("slots", [1, 2, 11, 100])
+SIZES = [(1, 1), (3, 2), (7, 100), (100, 11)]
+OTHERS = sorted({(r, s) for r in (1, 3, 7, 100) for s in (1, 2, 11, 100)} - set(SIZES))
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots"), SIZES + [pytest.param(*x, marks=pytest.mark.full) for x in OTHERS]
+)
 def test_tiles_of_every_size_agree(rows, slots):
     check(Blockwise(rows, slots), operands(T=7, S=11), jit=True, causal=True, offset=2)
 
@@ -88,7 +93,12 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+IN_FULL = {name: [pytest.mark.full] for name in ("jit", "checkpoint of jit")}
+
+
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(w, id=n, marks=IN_FULL.get(n, [])) for n, w in WRAPPED.items()]
+)
 def test_fla_07_transforms_nest(wrap):
     arrays = {n: jnp.asarray(x) for n, x in operands(B=1, T=16, S=17, N=2, K=1).items()}
     options, bars = {"causal": True, "offset": 1}, bars_for(arrays)
@@ -109,6 +119,13 @@ def test_a_linear_form_can_be_used_again():
     bars = [bars_for(arrays), tuple(2 * b for b in bars_for(arrays))]
     once, twice = (pull(b)[0] for b in bars)
     jax.tree.map(lambda a, b: assert_close(b, 2 * np.asarray(a), terms=24), once, twice)
+    # What `jax.linearize` gives can be transposed, and used again; pushed forward it says why not.
+    _, linear = jax.linearize(lambda a: call(a, {}, Blockwise(rows=4, slots=2)), arrays)
+    back = jax.linear_transpose(linear, arrays)
+    for bar, want in zip(bars, (once, twice), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, back(bar)[0], want)
+    with pytest.raises(TypeError, match="forward-mode"):
+        linear(arrays)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda a: call(a, {}, Blockwise(rows=4, slots=2)), (arrays,), (arrays,))
 
@@ -142,6 +159,20 @@ def test_fla_10_no_gradient_goes_missing():
     ours, theirs = (jax.grad(loss)(jnp.arange(1.0, 5.0), i) for i in (how, "reference"))
     assert (ours != 0).all()
     assert_close(ours, theirs, terms=24)
+
+
+def test_values_that_lie_in_the_keys_send_both_gradients_to_them():
+    arrays = {n: jnp.asarray(x) for n, x in operands(H=8, V=3).items()}
+    bars, how = bars_for(arrays), Blockwise(rows=4, slots=2)
+
+    def loss(key):
+        out, lse = call(arrays | {"key": key, "value": key[..., 2:5]}, {}, how)
+        return jnp.sum(out * bars[0]) + jnp.sum(lse * bars[1])
+
+    apart = dense.attention(arrays | {"value": arrays["key"][..., 2:5]}, {}, bars).grads
+    want = apart["key"]
+    want[..., 2:5] += apart["value"]
+    assert_close(jax.grad(loss)(arrays["key"]), want, terms=24)
 
 
 def test_a_gradient_nobody_asks_for_is_not_computed():
