@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jaxkv.core.numerics import exp_below, lone_row_doubled
 from jaxkv.ops.einsum import TILE_SCORES
 from jaxkv.ops.merge import add_sink
-from jaxkv.ops.operands import Operands, modified
+from jaxkv.ops.operands import Operands, cotangents, empty_result, modified, primals
 from jaxkv.ops.tiles import add, put
 from jaxkv.ops.walk import Tile, Walk
 
@@ -58,12 +57,7 @@ class Blockwise:
     def run(self, operands: Operands) -> tuple[jax.Array, jax.Array]:
         """Computes `(out [B, T, N, V], lse float32[B, T, N])`."""
         o = dataclasses.replace(operands, sink_logits=None)
-        B, T, N, _ = o.query.shape
-        if 0 in (*o.query.shape, *o.value.shape):
-            out = jnp.zeros((B, T, N, o.value.shape[-1]), o.value.dtype)
-            lse = jnp.full((B, T, N), -jnp.inf, jnp.float32)
-        else:
-            out, lse = _attend(self, o)
+        out, lse = empty_result(o) or _attend(self, o)
         return add_sink(out, lse, operands.sink_logits)
 
 
@@ -159,7 +153,7 @@ def _outputs(how: Blockwise, cpu: bool, o: Operands) -> tuple[jax.Array, jax.Arr
 def _forward(how: Blockwise, o: Any) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     extras = {n: getattr(o, n) for n in ("bias", "alibi_slopes")}
     wanted = {n: x is not None and x.perturbed for n, x in extras.items()}
-    o = jax.tree.map(lambda x: x.value, o, is_leaf=lambda x: hasattr(x, "perturbed"))
+    o = primals(o)
     out, lse = _attend(how, o)
     return (out, lse), (o, out, lse, Wanted(**wanted))
 
@@ -175,16 +169,8 @@ class Wanted:
 
 def _backward(how: Blockwise, saved: tuple, grads: tuple) -> tuple[Any]:
     o, out, lse, wanted = saved
-    d_out, d_lse = grads
-    seen_any = jnp.isfinite(lse)
-    shift = jnp.where(seen_any, lse, 0.0)
-    if isinstance(d_out, SymbolicZero):
-        d_out = jnp.zeros_like(out)
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    if not isinstance(d_lse, SymbolicZero):
-        delta = delta - jnp.where(seen_any, d_lse, 0.0)
     fn = functools.partial(_gradients, wanted)
-    grads = _by_platform(fn, how, o, d_out, shift, delta)
+    grads = _by_platform(fn, how, o, *cotangents(out, lse, *grads))
     names = ("query", "key", "value", "bias", "alibi_slopes")
     nothing = jax.tree.map(lambda _: None, o)
     return (dataclasses.replace(nothing, **dict(zip(names, grads, strict=True))),)

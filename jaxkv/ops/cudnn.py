@@ -14,8 +14,8 @@ from jax.custom_derivatives import SymbolicZero
 from jaxkv.core.platform import target_platform
 from jaxkv.ops.blockwise import Blockwise
 from jaxkv.ops.merge import add_sink
-from jaxkv.ops.operands import Operands
-from jaxkv.ops.triton import Triton, cotangents, gradients
+from jaxkv.ops.operands import Operands, cotangents, primals
+from jaxkv.ops.triton import Triton, gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +255,7 @@ def _attend(call: _Call, o: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(call: _Call, o: Any) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    o = jax.tree.map(lambda x: x.value, o, is_leaf=lambda x: hasattr(x, "perturbed"))
+    o = primals(o)
     query, key, value, *rest = call.arguments(o)
     outs, pull = jax.vjp(lambda q, k, v: call(q, k, v, *rest), query, key, value)
     return outs, (o, outs, pull)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxkv.core.numerics import exp_below
 from jaxkv.core.trees import static
@@ -177,3 +178,34 @@ def masked_softmax(scores: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.A
     weights = weights / jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, jnp.log(jnp.where(empty, 1.0, total)) + top)
     return weights, lse[..., 0]
+
+
+def empty_result(o: Operands) -> tuple[jax.Array, jax.Array] | None:
+    """Gives `(out, lse)` of a call with an empty array: 0 and -inf; `None` for any other."""
+    if 0 not in (*o.query.shape, *o.value.shape):
+        return None
+    B, T, N, _ = o.query.shape
+    out = jnp.zeros((B, T, N, o.value.shape[-1]), o.value.dtype)
+    return out, jnp.full((B, T, N), -jnp.inf, jnp.float32)
+
+
+def primals(tree: Any) -> Any:
+    """Takes what a gradient rule with symbolic zeros is handed as plain arrays."""
+    return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
+
+
+def cotangents(
+    out: jax.Array, lse: jax.Array, d_out: Any, d_lse: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Turns the gradients by both results into `(d_out, shift, delta)`.
+
+    `shift` is the lse, finite where nothing was seen; `delta` is the sum of `d_out` times the
+    output, less the lse's gradient (FlashAttention-2, arXiv:2307.08691, section 3.1).
+    """
+    seen_any = jnp.isfinite(lse)
+    if isinstance(d_out, SymbolicZero):
+        d_out = jnp.zeros_like(out)
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    if not isinstance(d_lse, SymbolicZero):
+        delta = delta - jnp.where(seen_any, d_lse, 0.0)
+    return d_out, jnp.where(seen_any, lse, 0.0), delta

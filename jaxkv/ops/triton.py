@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jaxkv.core.platform import target_platform
 from jaxkv.ops.merge import add_sink
-from jaxkv.ops.operands import Operands
+from jaxkv.ops.operands import Operands, cotangents, empty_result, primals
 from jaxkv.ops.tiles import Cut, live_pairs
 
 if TYPE_CHECKING:
@@ -98,16 +97,9 @@ class Triton:
     def run(self, operands: Operands) -> tuple[jax.Array, jax.Array]:
         """Computes `(out [B, T, N, V], lse float32[B, T, N])`."""
         o = dataclasses.replace(operands, sink_logits=None)
-        B, T, N, _ = o.query.shape
-        if 0 in (*o.query.shape, *o.value.shape):
-            out = jnp.zeros((B, T, N, o.value.shape[-1]), o.value.dtype)
-            lse = jnp.full((B, T, N), -jnp.inf, jnp.float32)
-        else:
-            # Weights of 0 times what lies in unfilled slots must be 0.
-            o = dataclasses.replace(
-                o, query=o.emptied_query(), key=o.emptied(o.key), value=o.emptied(o.value)
-            )
-            out, lse = _attend(self, o)
+        # Weights of 0 times what lies in unfilled slots must be 0.
+        emptied = dict(query=o.emptied_query(), key=o.emptied(o.key), value=o.emptied(o.value))
+        out, lse = empty_result(o) or _attend(self, dataclasses.replace(o, **emptied))
         return add_sink(out, lse, operands.sink_logits)
 
     def call(self, o: Operands, table: dict[int, Tiles]) -> flash.Call:
@@ -149,19 +141,6 @@ def gradients(
     return _kernels().backward(c, o.query, o.key, o.value, d_out, lse, delta, _places(o), *spans)
 
 
-def cotangents(
-    out: jax.Array, lse: jax.Array, d_out: Any, d_lse: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Turns the gradients by both results into `(d_out, lse, delta)` of `gradients`."""
-    seen_any = jnp.isfinite(lse)
-    if isinstance(d_out, SymbolicZero):
-        d_out = jnp.zeros_like(out)
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    if not isinstance(d_lse, SymbolicZero):
-        delta = delta - jnp.where(seen_any, d_lse, 0.0)
-    return d_out, jnp.where(seen_any, lse, 0.0), delta
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: Triton, o: Operands) -> tuple[jax.Array, jax.Array]:
     c = how.call(o, FORWARD)
@@ -169,7 +148,7 @@ def _attend(how: Triton, o: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(how: Triton, o: Any) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    o = jax.tree.map(lambda x: x.value, o, is_leaf=lambda x: hasattr(x, "perturbed"))
+    o = primals(o)
     out, lse = _attend(how, o)
     return (out, lse), (o, out, lse)
 
