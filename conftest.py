@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings for every test and doctest; pytest loads this before any module makes an array."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -67,3 +68,10 @@ def compiled_in_haste(request: pytest.FixtureRequest, programs: Path) -> Iterato
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starts with the notebooks: one of them takes a minute that others can fill."""
     items.sort(key=lambda item: item.get_closest_marker("notebook") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what the imports made out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
