@@ -81,8 +81,10 @@ def write_stored(
     start = plan.start + zero_after(plan.jobs.delay)
     end = plan.after.lengths
     planes = _flushed(spec, codec, layout, slots, planes, rest, new, start, plan.after)
-    # The residual is read before it is overwritten.
-    jobs = _rest_jobs(codec, start + zero_after(next(iter(planes.values()))), end, key.shape[1])
+    # The residual is read before it is overwritten. One number of a plane of float32 tells when;
+    # for one of 4 bits XLA for TPU may lay the plane out anew.
+    last = max(planes.values(), key=lambda x: x.dtype.itemsize)
+    jobs = _rest_jobs(codec, start + zero_after(last), end, key.shape[1])
     return planes, write(rest, new, jobs)
 
 
@@ -141,7 +143,7 @@ def _flushed(
         older = first + jnp.arange(Q, dtype=jnp.int32) < start[row]
 
         def tokens(name: str) -> jax.Array:
-            behind = window_of(rest[name], row, first % codec.rest_slots, Q)
+            behind = window_of(rest[name], row, groups[j] % (codec.rest_slots // Q) * Q, Q)
             given = window_of(frames[name], row, first - start[row] + Q, Q)
             return jnp.where(older[:, None], behind, given)
 

@@ -179,7 +179,9 @@ def put_in_tiles(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Ar
     if width < rows:
         place = lax.broadcasted_iota(jnp.int32, (1, 1, rows, 1), 2)
         chosen = place // width == (slot - begin) // width
-        old = window_of(x, entry, begin, rows)
+        # Sliced as it is put: two views of a plane, one read and one written, would be a copy.
+        sizes = (1, x.shape[1], rows, *x.shape[3:])
+        old = lax.dynamic_slice(x, _corner(x, entry, jnp.zeros_like(entry), begin), sizes)
         window = jnp.where(chosen, jnp.tile(window, (1, 1, rows // width, 1)), old)
     return put_window(x, window, entry, begin)
 
