@@ -2,6 +2,7 @@
 """Settings for every test and doctest; pytest loads this before any module makes an array."""
 
 import gc
+import itertools
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -61,8 +62,27 @@ def compiled_in_haste(request: pytest.FixtureRequest, programs: Path) -> Iterato
             jax.config.update(name, value)
         if values is settings:
             yield
-            # Each program maps memory of its own, of which a process has a limited number.
             jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def maps_left(tests_run: Iterator[int]) -> Iterator[None]:
+    """Forgets programs, each with memory maps of its own, before Linux has no more to give.
+
+    A process may have 65,530 maps, and crashes at the next; a long module comes that far.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if next(tests_run) % 16 == 0 and maps.exists():
+        with maps.open("rb") as lines:
+            if sum(1 for _ in lines) > 20_000:
+                jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def tests_run() -> Iterator[int]:
+    """Counts the tests of this process."""
+    return itertools.count(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 # JAX names GPUs by their maker in some places and "gpu" in others.
@@ -22,22 +20,8 @@ def target_platform() -> str:
     ...     target_platform()
     'cpu'
     """
-    device = _named_device()
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
     if device is None:
         return jax.default_backend()
     platform = device if isinstance(device, str) else device.platform
     return "gpu" if platform in _GPUS else platform
-
-
-def target_kind() -> str | None:
-    """Finds the kind of device as its maker names it, for example "TPU v5 lite".
-
-    It is `None` where only a platform was named.
-    """
-    device = _named_device() or jax.devices()[0]
-    return None if isinstance(device, str) else device.device_kind
-
-
-def _named_device() -> Any:
-    """Finds the device that the mesh or the user names, if any."""
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
