@@ -26,6 +26,7 @@ from jaxkv.cache.codecs import Codec, Raw
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.index import Layout, Plan
 from jaxkv.cache.layer_cache import LayerCache, Scoring, create_layer
+from jaxkv.cache.pairs import check_kinds
 from jaxkv.cache.shared import SharedKV
 from jaxkv.cache.spec import KVSpec
 from jaxkv.core.numerics import Numerics
@@ -302,6 +303,7 @@ class Attention(nnx.Module):
             raise ValueError("this module reads another one's keys and values: that has the cache.")
         if self.rotary is not None:
             self.rotary.check_cacheable()
+        check_kinds(layout, codec)
         layout = layout if layout is not None else Contiguous()
         layout.narrowed(self.rule)
         dtype = self.numerics.dtype if self.numerics.dtype is not None else jnp.float32

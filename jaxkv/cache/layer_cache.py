@@ -15,7 +15,7 @@ from jaxkv.cache.codecs import Codec
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.grouped import Grouped
 from jaxkv.cache.index import Fill, Index, Jobs, Layout, Plan, index_axes, plan_axes
-from jaxkv.cache.pairs import check_pair
+from jaxkv.cache.pairs import check_kinds, check_pair
 from jaxkv.cache.plans import marked, plan_step
 from jaxkv.cache.read import BlockView, Reading
 from jaxkv.cache.records import Records, create_records
@@ -466,6 +466,7 @@ def create_layer(
     """
     if batch < 0 or capacity < 1 or lanes < 1:
         raise ValueError(f"batch={batch}, capacity={capacity}, lanes={lanes}: want >= 0, 1, 1.")
+    check_kinds(layout, codec)
     spec = spec.replicated(replicas)
     layout = (layout if layout is not None else Contiguous()).fitted(spec)
     check_pair(layout, codec)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxkv.cache.codecs import Codec
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.grouped import Grouped
@@ -23,6 +25,18 @@ def _of_groups(layout: Layout, codec: Grouped) -> str | None:
 
 # (kind of codec, says of a layout and a codec why they do not fit or `None`, what does fit)
 REFUSALS = ((Grouped, _of_groups, "Contiguous(), and Paged of a multiple of the codec's group"),)
+
+
+def check_kinds(layout: Any, codec: Any) -> None:
+    """Checks that a layout is one and a codec is one, where they are given.
+
+    Raises:
+      ValueError: Naming what was passed and what fits.
+    """
+    if layout is not None and (isinstance(layout, type) or not hasattr(layout, "storage")):
+        raise ValueError(f"layout={layout!r}: want a layout such as Contiguous() or Paged(16).")
+    if codec is not None and (isinstance(codec, type) or not hasattr(codec, "encode")):
+        raise ValueError(f"codec={codec!r}: want a codec such as Raw() or Int8().")
 
 
 def check_pair(layout: Layout, codec: Codec) -> None:

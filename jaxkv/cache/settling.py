@@ -13,7 +13,7 @@ from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Index, Layout, Plan, index_axes
 from jaxkv.cache.reading import Reading
 from jaxkv.cache.weighing import last_observers, weigh_new, weigh_stored
-from jaxkv.core.sharding import local
+from jaxkv.core.sharding import axis_size, local
 
 
 class Attended(NamedTuple):
@@ -61,7 +61,9 @@ def settle(
     call = jax.tree.map(lax.stop_gradient, call)
     heads, plane_axes = axes
     kept = how.spec.kv_heads if layout.per_head else 1
-    (B, T), n = call.query.shape[:2], layout.observed(call.query.shape[1])
+    (B, T, N), n = call.query.shape[:3], layout.observed(call.query.shape[1])
+    devices = axis_size(heads) if heads is not None else 1
+    parts = devices if N % devices == 0 else 1
     by_head = ("batch", heads, None)
     placed = index_axes(layout, heads)
     if n and B:
@@ -73,8 +75,14 @@ def settle(
 
         def weigh(
             call: Attended, planes: Planes, index: Index, place: tuple, weights: Any
-        ) -> tuple[jax.Array, jax.Array]:
-            return _weigh(how, n, call, planes, index, place, weights)
+        ) -> tuple[jax.Array, ...]:
+            found = _weigh(how, n, call, planes, index, place, weights)
+            # Of one KV head each device has the share that its own query heads gave: as many
+            # rows as there are devices, one on each, which are added below.
+            rows = parts * call.query.shape[2] // N
+            return tuple(
+                jnp.broadcast_to(x, (len(x), max(rows, x.shape[1]), x.shape[2])) for x in found
+            )
 
         old, new = local(weigh, in_axes, (by_head, by_head))(
             call, stored, index, (plan.start, plan.count), weights

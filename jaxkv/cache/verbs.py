@@ -24,6 +24,7 @@ from jaxkv.cache.index import (
     take_rows,
     unflagged,
 )
+from jaxkv.cache.pairs import check_kinds
 from jaxkv.cache.plans import Group, marked
 from jaxkv.cache.records import Records, bytes_per_token, physical_bytes, tree_bytes
 from jaxkv.cache.regroup import recoded
@@ -166,7 +167,13 @@ class Verbs:
         indices = tuple(g.index for g in groups)
         count = jnp.broadcast_to(count, held.shape)
         new, moves, refused = _by_rows(back)(indices, count)
-        raise_if(refused, lambda: f"rollback of {count} tokens: rows hold {held}")
+        raise_if(
+            refused,
+            lambda: (
+                f"rollback of {count} tokens, of which none may be below 0 or above rollback_limit: "
+                f"rows hold {held}"
+            ),
+        )
         _, before, layers, groups = self._parts()
         moves = (*moves, *(Moves() for _ in before[len(new) :]))
         moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
@@ -320,6 +327,7 @@ class Verbs:
         Raises:
           ValueError: Outside `jit`, if there is such a row; or if a capacity is needed.
         """
+        check_kinds(layout, codec)
         self.check_alive()
         layouts, indices, layers, groups = self._parts()
         if layout is not None and isinstance(codec, Grouped):

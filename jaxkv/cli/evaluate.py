@@ -21,8 +21,8 @@ def evaluate(
         Path | None, typer.Option(help="Text file; the shipped Shakespeare if not given.")
     ] = None,
     cache: Annotated[str | None, typer.Option(help=HELP)] = None,
-    context: Annotated[int, typer.Option(help="Tokens that a cache holds at most.")] = 512,
-    limit: Annotated[int, typer.Option(help="The most bytes of the text that are read.")] = 65_536,
+    context: Annotated[int, typer.Option(min=1, help="Tokens that a cache holds at most.")] = 512,
+    limit: Annotated[int, typer.Option(min=2, help="The most bytes of the text read.")] = 65_536,
     which: Annotated[str, typer.Option(help="best or last checkpoint.")] = "best",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -44,7 +44,8 @@ def plan(
         str,
         typer.Option(
             help="Window layers keep their window in a ring (window) or every token (full); or "
-            "all layers keep every token on pages of Z tokens (pages:Z)."
+            "all layers keep every token on pages of Z tokens (pages:Z), or Z chosen ones (h2o:Z, "
+            "tova:Z, snapkv:Z)."
         ),
     ] = "window",
     weights: Annotated[

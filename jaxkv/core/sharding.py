@@ -182,6 +182,7 @@ def local(fn: Callable[..., Any], in_axes: Sequence[AxisTree], out_axes: AxisTre
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             results = jax.eval_shape(fn, *bare)
         out_specs = _specs(out_axes, results, mesh)
+        _check_split(out_axes, results, out_specs, in_specs)
         if explicit:
             placed = jax.tree.map(lambda spec: _only(AxisType.Explicit, spec, mesh), in_specs)
             args = jax.tree.map(jax.sharding.reshard, args, placed)
@@ -205,6 +206,25 @@ def _only(kind: AxisType, spec: PartitionSpec, mesh: AbstractMesh) -> PartitionS
 
 def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple) and all(n is None or isinstance(n, str) for n in node)
+
+
+def _check_split(axes: AxisTree, results: Any, specs: Any, given: Any) -> None:
+    """Refuses a result that every device would have its own of, and of which one would be taken.
+
+    So it is where arguments are split over a mesh axis that the result names and cannot take.
+    """
+    used = {name for spec in jax.tree.leaves(given) for name in spec if name is not None}
+
+    def one(names: tuple, subtree: Any, spec_tree: Any) -> None:
+        for x, spec in zip(jax.tree.leaves(subtree), jax.tree.leaves(spec_tree), strict=True):
+            wanted = {current_rules().mesh_axis(n) for n in names[: x.ndim] if n is not None}
+            if lost := wanted & used - set(spec):
+                raise ValueError(
+                    f"a result {x.dtype}{x.shape} of axes {names} cannot be split over mesh axes "
+                    f"{sorted(map(str, lost))}, over which the arguments are."
+                )
+
+    jax.tree.map(one, axes, results, specs, is_leaf=_is_axes)
 
 
 def _specs(axes: AxisTree, arrays: Any, mesh: AbstractMesh) -> Any:

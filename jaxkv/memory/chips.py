@@ -82,5 +82,6 @@ def find_chip(name: str) -> Chip:
     found = CHIPS.get(name.lower())
     if found is None:
         close = difflib.get_close_matches(name.lower(), CHIPS, n=3, cutoff=0.4)
-        raise ValueError(f"unknown chip {name!r}; known are {', '.join(close or CHIPS)}.")
+        near = [*close, *(chip for chip in CHIPS if chip not in close)]
+        raise ValueError(f"unknown chip {name!r}; known are {', '.join(near)}.")
     return found

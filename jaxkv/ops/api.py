@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -186,6 +187,8 @@ def prepare(
             raise ValueError(f"{name} {x.dtype}{x.shape}: want float ({N},), one per query head.")
     if not 0 <= dropout_rate < 1 or (dropout_rate and dropout_key is None):
         raise ValueError(f"dropout_rate={dropout_rate}: want [0, 1) and a dropout_key if not 0.")
+    if soft_cap is not None and not 0 <= soft_cap < math.inf:
+        raise ValueError(f"soft_cap={soft_cap}: want a finite number above 0, or None.")
     return Operands(
         query,
         key,

@@ -22,12 +22,18 @@ def merge(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Arr
       `(out float32[..., V], lse float32[...])`. Merging with an empty part returns the other
       part bit for bit; if all parts are empty the result is 0 and -inf.
 
+    Raises:
+      ValueError: If there is no part, or shapes differ.
+
     Source: FlashAttention-2 (arXiv:2307.08691), section 2.3.
 
     >>> out, lse = merge([jnp.array([1.0]), jnp.array([3.0])], [jnp.array(0.0), jnp.array(0.0)])
     >>> out.tolist(), round(float(lse), 4)
     ([2.0], 0.6931)
     """
+    shapes = [x.shape for x in outs], [x.shape for x in lses]
+    if not lses or [x[:-1] for x in shapes[0]] != shapes[1] or len(set(shapes[0])) != 1:
+        raise ValueError(f"outs {shapes[0]}, lses {shapes[1]}: want [..., V] and [...], one each.")
     top = jnp.max(jnp.stack(lses), axis=0)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
     scales = [_safe_exp(lse, top) for lse in lses]

@@ -21,6 +21,7 @@ from jaxkv.attention import (
     MultiQueryAttention,
     ScoreOptions,
 )
+from jaxkv.cache import Paged
 from jaxkv.cache.codecs import Raw
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
@@ -232,6 +233,14 @@ def test_sizes_of_a_cache(variant: Any) -> None:
         attn.init_cache(2, 4, lanes=0)
     with pytest.raises(ValueError, match="int8.*: want a float dtype"):
         attn.init_cache(2, 4, codec=Raw(jnp.int8))
+    for layout in (Paged, "paged", Raw()):
+        with pytest.raises(ValueError, match=r"layout=.*: want a layout such as"):
+            attn.init_cache(2, 4, layout=layout)
+        with pytest.raises(ValueError, match=r"layout=.*: want a layout such as"):
+            attn.init_cache(2, 4).convert(layout=layout)
+    for codec in (Raw, "int8", Paged(16)):
+        with pytest.raises(ValueError, match=r"codec=.*: want a codec such as"):
+            attn.init_cache(2, 4, codec=codec)
 
 
 @every_variant

@@ -222,6 +222,13 @@ class TestLocal:
             got = jax.jit(jax.grad(loss))(w, x)
         np.testing.assert_allclose(jax.device_get(got), want, rtol=1e-6)
 
+    def test_a_result_that_each_device_has_its_own_of_is_refused(self):
+        run = local(lambda x: jnp.sum(x, axis=2, keepdims=True), (ROWS,), ROWS)
+        x = jnp.ones((4, 3, 8))
+        assert run(x).shape == (4, 3, 1)
+        with jax.set_mesh(mesh_of()), pytest.raises(ValueError, match="cannot be split over mesh"):
+            run(x)
+
     def test_one_tuple_of_names_stands_for_a_whole_tree(self):
         def fn(pair):
             return Pair(pair.a + 1, pair.b * 2)

@@ -152,6 +152,13 @@ def test_sco_04_parts_and_sinks_match_float64_with_gradients(implementation):
     compare(arrays, (out, lse, grads), want)
 
 
+@pytest.mark.parametrize("outs", [[], [(2, 3), (3, 3)], [(2, 3)]])
+def test_parts_that_do_not_fit_raise(outs):
+    lses = [jnp.zeros(4)] if len(outs) == 1 else [jnp.zeros(x[:-1]) for x in outs]
+    with pytest.raises(ValueError, match="want"):
+        merge([jnp.zeros(x) for x in outs], lses)
+
+
 def test_add_sink_without_sinks_is_nothing():
     out, lse = part(0)
     assert add_sink(out, lse, None) == (out, lse)
