@@ -35,7 +35,7 @@ def check_kinds(layout: Any, codec: Any) -> None:
     """
     if layout is not None and (isinstance(layout, type) or not hasattr(layout, "storage")):
         raise ValueError(f"layout={layout!r}: want a layout such as Contiguous() or Paged(16).")
-    if codec is not None and (isinstance(codec, type) or not hasattr(codec, "encode")):
+    if codec is not None and (isinstance(codec, type) or not hasattr(codec, "planes")):
         raise ValueError(f"codec={codec!r}: want a codec such as Raw() or Int8().")
 
 

@@ -170,8 +170,7 @@ class Verbs:
         raise_if(
             refused,
             lambda: (
-                f"rollback of {count} tokens, of which none may be below 0 or above rollback_limit: "
-                f"rows hold {held}"
+                f"rollback of {count} tokens, each to be from 0 to rollback_limit: rows hold {held}"
             ),
         )
         _, before, layers, groups = self._parts()
