@@ -53,7 +53,7 @@ class Unit:
         def emptied(x: jax.Array, stride: int) -> jax.Array:
             heads, size = self._heads(x.shape[1]), self.tile.run // stride
             places = [(e, self._aligned(x, slot // stride, size, stride)) for e, slot, _ in runs]
-            window = _joined([window_of(x, e, slot, size, heads)[0] for e, slot in places], 1)
+            window = _joined([_to_multiply(x, e, slot, size, heads)[0] for e, slot in places], 1)
             filled = (order[::stride] >= 0).reshape((1, -1) + (1,) * (window.ndim - 2))
             return jnp.where(filled, window, jnp.zeros((), window.dtype))
 
@@ -176,6 +176,24 @@ class Unit:
         row = lax.dynamic_index_in_dim(x, self._row_of(x), 0)
         row = lax.dynamic_slice_in_dim(row, first, count, 1)
         return jnp.take(row, jnp.maximum(order, 0), axis=3)
+
+
+def _to_multiply(
+    x: jax.Array, entry: jax.Array, slot: jax.Array, width: int, heads: tuple[jax.Array, int]
+) -> jax.Array:
+    """Slices a window as `window_of`, in the form that a product may read without a copy.
+
+    A whole entry is a run of rows, and is taken as one that may begin anywhere (the slot is 0,
+    which XLA does not see). Where it sees that a slice takes whole tiles, it lays out the whole
+    pool anew for the product of a tpu7x, and slices that. What is also written must not be sliced
+    so: two views of a plane, one read and one put, are a copy.
+    """
+    count = heads[1]
+    if (count, width) != x.shape[1:3] or x.ndim != 4:
+        return window_of(x, entry, slot, width, heads)
+    rows = x.reshape(-1, x.shape[3])
+    run = lax.dynamic_slice_in_dim(rows, entry * (count * width) + slot, count * width)
+    return run.reshape(1, *x.shape[1:])
 
 
 def _joined(parts: list[jax.Array], axis: int) -> jax.Array:

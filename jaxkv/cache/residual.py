@@ -143,7 +143,7 @@ def _flushed(
         older = first + jnp.arange(Q, dtype=jnp.int32) < start[row]
 
         def tokens(name: str) -> jax.Array:
-            behind = window_of(rest[name], row, groups[j] % (codec.rest_slots // Q) * Q, Q)
+            behind = window_of(rest[name], row, first % codec.rest_slots, Q)
             given = window_of(frames[name], row, first - start[row] + Q, Q)
             return jnp.where(older[:, None], behind, given)
 

@@ -136,13 +136,6 @@ def window_of(
 ) -> jax.Array:
     """Slices slots of one entry, of all heads or of (first, count): `[1, heads, width, ...]`."""
     head, count = heads or (jnp.zeros_like(entry), x.shape[1])
-    if (count, width) == x.shape[1:3] and x.ndim == 4:
-        # A whole entry is a run of rows, and is taken as one that may begin anywhere (the slot is
-        # 0, which XLA does not see). Where it sees that a slice takes whole tiles, it lays out the
-        # whole pool anew for the product of a tpu7x, and slices that.
-        rows = x.reshape(-1, x.shape[3])
-        run = lax.dynamic_slice_in_dim(rows, entry * (count * width) + slot, count * width)
-        return run.reshape(1, *x.shape[1:])
     return lax.dynamic_slice(x, _corner(x, entry, head, slot), (1, count, width, *x.shape[3:]))
 
 
@@ -179,9 +172,7 @@ def put_in_tiles(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Ar
     if width < rows:
         place = lax.broadcasted_iota(jnp.int32, (1, 1, rows, 1), 2)
         chosen = place // width == (slot - begin) // width
-        # Sliced as it is put: two views of a plane, one read and one written, would be a copy.
-        sizes = (1, x.shape[1], rows, *x.shape[3:])
-        old = lax.dynamic_slice(x, _corner(x, entry, jnp.zeros_like(entry), begin), sizes)
+        old = window_of(x, entry, begin, rows)
         window = jnp.where(chosen, jnp.tile(window, (1, 1, rows // width, 1)), old)
     return put_window(x, window, entry, begin)
 
