@@ -19,8 +19,8 @@ TEMPORARY_BYTES: dict[tuple[str, ...], int] = {
     ("decode", "mqa", "v6e"): 2_943_584,
     ("decode", "gqa-64", "v5e"): 3_908_608,
     ("decode", "gqa-64", "v6e"): 3_401_888,
-    ("decode", "mla", "v5e"): 6_806_016,
-    ("decode", "mla", "v6e"): 7_034_720,
+    ("decode", "mla", "v5e"): 4_624_384,
+    ("decode", "mla", "v6e"): 4_521_408,
     # 512 tokens for each of them.
     ("prefill", "mha", "v5e"): 704_996_864,
     ("prefill", "mha", "v6e"): 822_314_688,
