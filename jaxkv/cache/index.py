@@ -345,8 +345,15 @@ class Layout(Blocks, Protocol):
         del slots
         return 0
 
-    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
-        """Makes row i a copy of row `rows[i]`, int32 `[R]`, each in range."""
+    def gather(
+        self, index: Index, rows: jax.Array, left: jax.Array | None = None
+    ) -> tuple[Index, Moves]:
+        """Makes row i a copy of row `rows[i]`, int32 `[R]`, each in range.
+
+        With `left`, int32 `[R]`, the caller at once takes row i back to its first `left[i]` tokens,
+        or empties it: what lies beyond need not be copied.
+        """
+        del left
         return jax.tree.map(lambda x: take_rows(x, rows), index), Moves(take=rows)
 
     def reset(self, index: Index, rows: jax.Array) -> Index:

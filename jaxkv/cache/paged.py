@@ -202,11 +202,14 @@ class Paged(Layout):
             return slots * min(JOINED, min(JOINED_SLOTS, want) // slots)
         return max(n for n in range(1, min(slots, max(want, 1)) + 1) if slots % n == 0)
 
-    def gather(self, index: Index, rows: jax.Array) -> tuple[Index, Moves]:
+    def gather(
+        self, index: Index, rows: jax.Array, left: jax.Array | None = None
+    ) -> tuple[Index, Moves]:
         """Makes row i a copy of row `rows[i]` that shares its full pages.
 
         One copy of a row keeps its last page, the row itself if it stays in its place; the others
-        get copies of it, or come out empty and `refused` where there is no page left.
+        get copies of it, or come out empty and `refused` where there is no page left. One that is
+        then taken back to `left` tokens, all on pages before the last, goes without.
 
         Raises:
           ValueError: On a mesh that splits rows: pages of one device are no use on another.
@@ -217,11 +220,14 @@ class Paged(Layout):
         moved = jax.tree.map(lambda x: take_rows(x, rows), moved)
         table = take_rows(index.state.table, rows)
         size = self.size
-        torn = _copies(rows) & (moved.lengths % size > 0)
         last = moved.lengths // size
+        needed = moved.lengths % size > 0
+        if left is not None:
+            needed &= left > last * size
+        torn = _copies(rows, needed)
         columns = lax.broadcasted_iota(jnp.int32, table.shape, 1)
         kept = columns * size < moved.lengths[:, None]
-        kept &= ~(torn[:, None] & (columns == last[:, None]))
+        kept &= ~((torn | ~needed)[:, None] & (columns == last[:, None]))
         source = _column(table, last)
         none = jnp.zeros_like(index.lengths)
         references = _released(index.state, index.lengths, none, size)
@@ -245,14 +251,14 @@ class Paged(Layout):
         return dataclasses.replace(emptied, state=Pages(table, references))
 
 
-def _copies(rows: jax.Array) -> jax.Array:
-    """Marks the rows, of those that copy `rows int32[R]`, of which another one is the original."""
+def _copies(rows: jax.Array, needed: jax.Array) -> jax.Array:
+    """Marks which copies of `rows int32[R]` need a last page of which another is the original."""
     number = lax.broadcasted_iota(jnp.int32, (rows.shape[0], rows.shape[0]), 1)
     own = rows == jnp.arange(rows.shape[0], dtype=jnp.int32)
     same = rows[:, None] == rows[None]
     # A row that stays is the original, else the first copy.
-    before = own[None] | (~own[:, None] & (number < number.T))
-    return jnp.any(same & before & (number != number.T), axis=1)
+    before = needed[None] & (own[None] | (~own[:, None] & (number < number.T)))
+    return needed & jnp.any(same & before & (number != number.T), axis=1)
 
 
 def _allocate(references: jax.Array, want: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:

@@ -30,7 +30,7 @@ def relaid(
 
     Returns:
       The new index and records, and which rows are lost, bool `[B]`: one of which the new layout
-      would keep a token that is there no more, or does not fit, comes out empty and `refused`.
+      would keep a token that is there no more, or does not fit. The caller has to empty those.
 
     Raises:
       ValueError: If a capacity is needed and not given, a codec does not fit the layout, if heads
@@ -57,9 +57,9 @@ def relaid(
     found, at = _find(order, wanted)
     lost = jnp.any((wanted >= 0) & ~found, axis=1) | (index.lengths < old.lengths)
     # The residual of exact tokens, if there is one, stays as it is: so does its mark.
-    index = dataclasses.replace(index, overflowed=old.overflowed, high=old.high)
-    index = layout.reset(index, lost)
-    index = dataclasses.replace(index, refused=old.refused | lost)
+    index = dataclasses.replace(
+        index, overflowed=old.overflowed, refused=old.refused, high=old.high
+    )
     # Where each slot of the new records comes from; nothing comes from an entry past the end.
     source = (jnp.take_along_axis(x, at, axis=1) for x in (entry, slot))
     there = jnp.where(found & ~lost[:, None], new_entry, entries)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -142,13 +142,23 @@ class Verbs:
           ValueError: Outside `jit`, if a row is refused.
         """
         self.check_alive()
-        groups = self._groups()
-        held = groups[0].index.lengths
+        held = self.lengths
         count = jnp.asarray(count)
         if count.shape not in ((), held.shape) or not jnp.issubdtype(count.dtype, jnp.integer):
             want = f"int32 {held.shape}, or one int for all"
             raise ValueError(f"rollback count {count.dtype}{count.shape}: want {want}.")
-        count = count.astype(jnp.int32)
+        cache, refused = self._rolled_back(jnp.broadcast_to(count.astype(jnp.int32), held.shape))
+        raise_if(
+            refused,
+            lambda: (
+                f"rollback of {count} tokens, each to be from 0 to rollback_limit: rows hold {held}"
+            ),
+        )
+        return cache
+
+    def _rolled_back(self, count: jax.Array) -> tuple[Self, jax.Array]:
+        """Takes back `count int32[B]` tokens, and tells which rows are refused and left alone."""
+        groups = self._groups()
 
         def back(indices: tuple[Index, ...], count: jax.Array) -> Any:
             def each(count: jax.Array) -> list[tuple[Index, Moves]]:
@@ -164,19 +174,11 @@ class Verbs:
             new = [dataclasses.replace(index, refused=refused) for index, _ in done]
             return tuple(map(flagged, new, indices)), tuple(m for _, m in done), refused
 
-        indices = tuple(g.index for g in groups)
-        count = jnp.broadcast_to(count, held.shape)
-        new, moves, refused = _by_rows(back)(indices, count)
-        raise_if(
-            refused,
-            lambda: (
-                f"rollback of {count} tokens, each to be from 0 to rollback_limit: rows hold {held}"
-            ),
-        )
+        new, moves, refused = _by_rows(back)(tuple(g.index for g in groups), count)
         _, before, layers, groups = self._parts()
         moves = (*moves, *(Moves() for _ in before[len(new) :]))
         moved = tuple(r.moved(moves[g]) for r, g in zip(layers, groups, strict=True))
-        return self._rebuilt((*new, *before[len(new) :]), moved)
+        return self._rebuilt((*new, *before[len(new) :]), moved), refused
 
     def reset(self, rows: jax.Array | None = None) -> Self:
         """Empties rows and clears their flags; `rows` is bool `[B]`, default all."""
@@ -219,15 +221,17 @@ class Verbs:
           rows: int32 `[R]`, any number of rows.
 
         Returns:
-          The cache. A row that does not exist comes out empty and flagged `refused`.
+          The cache. A row that does not exist, or for which no page is left, comes out empty and
+          flagged `refused`. Pages are as many as before: make a cache of `Paged(size, pages=P)`
+          with pages for all the rows that will be.
 
         Raises:
-          ValueError: Outside `jit`, if a row does not exist.
+          ValueError: Outside `jit`, if there is such a row.
         """
         return self._taken(rows, len(self._parts()[1]))
 
-    def _taken(self, rows: jax.Array, number: int) -> Self:
-        """Moves the rows of the first `number` groups."""
+    def _taken(self, rows: jax.Array, number: int, left: jax.Array | None = None) -> Self:
+        """Moves the rows of the first `number` groups; see `Layout.gather` for `left`."""
         self.check_alive()
         layouts, indices, layers, groups = self._parts()
         batch = indices[0].lengths.shape[0]
@@ -237,17 +241,23 @@ class Verbs:
         missing = (rows < 0) | (rows >= batch)
         raise_if(missing, lambda: f"rows {rows} of a cache of {batch}")
         there = jnp.clip(jnp.asarray(rows, jnp.int32), 0, max(batch - 1, 0))
-        new, moves = [], []
-        for layout, index in zip(layouts[:number], indices[:number], strict=True):
-            # An older flag of a row must not hide that it is lost now.
-            never = jnp.zeros_like(index.refused)
-            gathered, move = layout.gather(dataclasses.replace(index, refused=never), there)
-            lost = gathered.refused
-            raise_if(lost, lambda: "no page is left for copies of the last pages of rows")
-            emptied = layout.reset(gathered, missing)
-            refused = lost | missing | take_rows(index.refused, there)
-            new.append(dataclasses.replace(emptied, refused=refused))
-            moves.append(move)
+        # An older flag of a row must not hide that it is lost now.
+        fresh = (dataclasses.replace(i, refused=jnp.zeros_like(i.refused)) for i in indices)
+        taken = [
+            layout.gather(index, there, left)
+            for layout, index in zip(layouts[:number], fresh, strict=False)
+        ]
+        lost = _any(tuple(index.refused for index, _ in taken))
+        raise_if(lost, lambda: "no page is left for copies of the last pages of rows")
+        new = [
+            dataclasses.replace(index, refused=index.refused | take_rows(old.refused, there))
+            for index, old in zip(
+                _emptied(layouts, [index for index, _ in taken], lost | missing),
+                indices[:number],
+                strict=True,
+            )
+        ]
+        moves = [move for _, move in taken]
         new, moves = (*new, *indices[number:]), (*moves, *(Moves() for _ in indices[number:]))
         moved = tuple(
             r.moved(moves[g], there if g < number else None)
@@ -263,19 +273,31 @@ class Verbs:
           count: int32 `[B]`, how many tokens.
 
         Returns:
-          The cache. Full pages are shared, not copied; a row that does not have so many tokens
-          comes out whole and `refused`.
+          The cache. Full pages are shared, not copied. Where a row does not exist, does not have
+          so many tokens any more, or no page is left for a copy of the last one, row i comes out
+          empty and flagged `refused`.
 
         Raises:
-          ValueError: Outside `jit`, if a row does not exist or does not have so many tokens.
+          ValueError: Outside `jit`, if there is such a row.
         """
         check_arrays(rows=rows, count=count)
         own = jnp.arange(self.lengths.shape[0], dtype=jnp.int32)
         if rows.shape != own.shape or count.shape != own.shape:
             raise ValueError(f"share rows {rows.shape}, count {count.shape}: want {own.shape}.")
-        forked = self.fork(jnp.where(rows < 0, own, rows))
+        number = len(self._parts()[1])
+        left = jnp.where(rows < 0, self.lengths, count)
+        forked = self._taken(jnp.where(rows < 0, own, rows), number, left)
         left = jnp.where(rows < 0, forked.lengths, count)
-        return forked.rollback(forked.lengths - left)
+        shared, refused = forked._rolled_back(forked.lengths - left)
+        raise_if(
+            refused, lambda: f"share of the first {count} tokens of rows that hold {self.lengths}"
+        )
+        layouts, indices, layers, _ = shared._parts()
+
+        def emptied(indices: tuple[Index, ...], rows: jax.Array) -> tuple[Index, ...]:
+            return _emptied(layouts, indices, rows)
+
+        return shared._rebuilt(_by_rows(emptied)(indices, refused), layers)
 
     def evict(self, keep: jax.Array) -> Self:
         """Gives up tokens of each row; those that stay keep their positions.
@@ -344,6 +366,7 @@ class Verbs:
         if layout is None:
             return self._rebuilt(indices, tuple(layers))
         made: list[tuple[Layout, Index]] = []
+        lost = jnp.zeros_like(indices[0].refused)
         new_groups = dict.fromkeys(range(len(layers)), 0)
         for number, group in enumerate(self._groups()):
             mine = [i for i, g in enumerate(groups) if g == number]
@@ -351,11 +374,14 @@ class Verbs:
             # Layers that keep different tokens part company.
             for apart in [[i] for i in mine] if layout.per_layer else [mine]:
                 fitted = layout.fitted(layers[apart[0]].spec)
-                index, moved, lost = relaid(group, [layers[i] for i in apart], fitted, capacity)
-                raise_if(lost, lambda: f"{layout} cannot keep the tokens of rows of {self}")
+                index, moved, gone = relaid(group, [layers[i] for i in apart], fitted, capacity)
+                lost |= gone
                 for i, records in zip(apart, moved, strict=True):
                     layers[i], new_groups[i] = records, len(made)
                 made.append((fitted, index))
+        raise_if(lost, lambda: f"{layout} cannot keep the tokens of rows of {self}")
+        new_layouts, new_indices = zip(*made, strict=True)
+        made = list(zip(new_layouts, _emptied(new_layouts, new_indices, lost), strict=True))
         for number in range(self._extended(), len(indices)):
             for i in (i for i, g in enumerate(groups) if g == number):
                 new_groups[i] = len(made) + number - self._extended()
@@ -416,6 +442,14 @@ def _any(flags: tuple[jax.Array, ...]) -> jax.Array:
     for flag in flags[1:]:
         out = out | flag
     return out
+
+
+def _emptied(
+    layouts: Sequence[Layout], indices: Sequence[Index], rows: jax.Array
+) -> tuple[Index, ...]:
+    """Empties and flags lost rows, bool `[B]`: in all groups, since layers agree on every row."""
+    emptied = (layout.reset(i, rows) for layout, i in zip(layouts, indices, strict=False))
+    return tuple(dataclasses.replace(i, refused=i.refused | rows) for i in emptied)
 
 
 def _by_rows(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -356,17 +356,39 @@ def test_an_older_flag_does_not_hide_a_lost_row() -> None:
         flagged.fork(jnp.array([0, 1, 1], jnp.int32))
 
 
-def test_a_row_that_lends_its_prefix_is_never_lost_for_want_of_a_page() -> None:
-    cache = fresh("gqa", 3, 8, Paged(4, pages=2))
-    given = tokens("gqa", 3, 6)
-    count = jnp.array([0, 0, 6], jnp.int32)
-    how = scoring(SPECS["gqa"][0])
-    cache = jax.jit(lambda c: c.open(6, count).extend(*given, how)[2].close())(cache)
+_share = jax.jit(lambda cache, rows, count: cache.share(rows, count))
+
+
+def lender() -> LayerCache:
+    """Row 2 holds 6 tokens on the only two pages of 4."""
+    how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 3, 6)
+    return fed(how, fresh("gqa", 3, 8, Paged(4, pages=2)), given, counts=[0, 0, 6])[2]
+
+
+def test_sharing_whole_pages_needs_no_free_page() -> None:
+    cache = lender()
     before = jax.tree.map(np.asarray, cache)
-    shared = jax.jit(lambda c: c.share(jnp.array([2, -1, -1]), jnp.array([4, 0, 0])))(cache)
+    shared = _share(cache, jnp.array([2, -1, -1]), jnp.array([4, 0, 0]))
+    assert shared.lengths.tolist() == [4, 0, 6] and not shared.refused.any()
+    np.testing.assert_array_equal(shared.index.state.table[2], before.index.state.table[2])
+    assert shared.index.state.table[0, 0] == shared.index.state.table[2, 0]
+    assert sorted(shared.index.state.references.tolist()) == [1, 2]
+    # Two rows that take over a third one's pages: the first of them is no original any more.
+    moved = _share(cache, jnp.array([2, 2, 0]), jnp.array([4, 6, 0]))
+    assert moved.lengths.tolist() == [4, 6, 0] and not moved.refused.any()
+    assert sorted(moved.index.state.references.tolist()) == [1, 2]
+
+
+@pytest.mark.parametrize("count", [3, 6, 7, -1])
+def test_a_share_that_cannot_be_leaves_an_empty_row(count: int) -> None:
+    cache = lender()
+    rows, counts = jnp.array([2, -1, -1]), jnp.array([count, 0, 0])
+    shared = _share(cache, rows, counts)
     assert shared.lengths.tolist() == [0, 0, 6]
     assert shared.refused.tolist() == [True, False, False]
-    np.testing.assert_array_equal(shared.index.state.table[2], before.index.state.table[2])
+    assert shared.index.state.references.tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"no page is left|share of the first .* hold \[0 0 6\]"):
+        cache.share(rows, counts)
 
 
 def test_a_shared_prefix_takes_its_pages_once() -> None:
