@@ -14,7 +14,7 @@ from flax import nnx
 from jaxkv.core.alibi import alibi_slopes
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
-from jaxkv.core.trees import check_sizes
+from jaxkv.core.trees import check_constants, check_sizes
 
 Initializer = Callable[..., Any]
 UseBias = bool | Literal["qkv"]
@@ -47,6 +47,7 @@ class ScoreOptions:
     alibi: bool | tuple[float, ...] = False
 
     def __post_init__(self) -> None:
+        check_constants(scale=self.scale, soft_cap=self.soft_cap)
         if self.scale is not None and not math.isfinite(self.scale):
             raise ValueError(f"scale={self.scale}: want a finite number, or None.")
         if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:

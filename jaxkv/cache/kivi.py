@@ -59,8 +59,8 @@ class Kivi(Grouped):
 
     Numerics: an error of at most half a step, `(largest - smallest) / (2 * (2**bits - 1))` of the
     channel in its group, or of the token's value channels. Numbers beyond half of float32's
-    largest are cut to it. No gradient reaches a token that was encoded; the newest tokens have
-    theirs.
+    largest are cut to it; a NaN makes its channel NaN for all tokens of the group. No gradient
+    reaches a token that was encoded; the newest tokens have theirs.
 
     Source: Liu et al. 2024, "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"
     (arXiv:2402.02750), section 3.

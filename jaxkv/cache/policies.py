@@ -60,7 +60,7 @@ class H2O(Policy):
     """Keeps the last tokens and the heavy hitters: those that got most attention so far.
 
     Args:
-      recent: Last tokens that always stay; default half of the budget.
+      recent: Last tokens that always stay, as far as the budget goes; default half of it.
 
     Raises:
       ValueError: If `recent` is below 1.
@@ -125,7 +125,7 @@ class SnapKV(Policy):
     of `Evicting`, and overflows when that is full.
 
     Args:
-      window: Last queries of the prompt, which observe and always stay.
+      window: Last queries of the prompt, which observe, and stay as far as the budget goes.
       kernel: Neighbours, itself included, of which a token takes the largest weight (max
         pooling), so that what is kept are pieces of text and not single tokens.
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxkv.cache.codecs import Codec
 from jaxkv.cache.grouped import Grouped
 from jaxkv.cache.index import (
+    UNBOUNDED,
     Index,
     Layout,
     Moves,
@@ -79,12 +80,13 @@ class Verbs:
         if not all(hasattr(x, "shape") for x in jax.tree.leaves(self)):
             return f"{name}(a tree like that of a cache, of {len(layers)} layers)"
         rows, stored = lengths.shape[0], sorted({str(r.codec) for r in layers})
+        capacity = "unbounded" if self.capacity == UNBOUNDED else self.capacity
         held = "unknown"
         if is_known(lengths) and isinstance(lengths, jax.Array) and not lengths.is_deleted():
             held = np.asarray(lengths).tolist()
             held = held if rows <= 8 else f"{min(held)} to {max(held)}"
         return (
-            f"{name}(rows={rows}, lengths={held}, capacity={self.capacity}, layers={len(layers)}, "
+            f"{name}(rows={rows}, lengths={held}, capacity={capacity}, layers={len(layers)}, "
             f"bytes_per_token={self.bytes_per_token}, layout={', '.join(map(str, layouts))}, "
             f"codec={', '.join(stored)})"
         )
@@ -124,7 +126,11 @@ class Verbs:
 
     @property
     def rollback_limit(self) -> int:
-        """Tokens that `rollback` can always take back from rows that hold so many."""
+        """Tokens that `rollback` can take back from rows that hold as many as they ever did.
+
+        In a ring, and with a codec of whole groups, rollbacks that follow each other share it: a
+        row that grows again past its highest length has all of it anew.
+        """
         return min(group.rollback_limit for group in self._groups())
 
     def rollback(self, count: jax.Array) -> Self:
@@ -189,7 +195,9 @@ class Verbs:
         check_arrays(rows=rows)
         if rows.shape != indices[0].refused.shape or rows.dtype != jnp.bool_:
             want = indices[0].refused.shape
-            raise ValueError(f"reset rows {rows.dtype}{rows.shape}: want bool{want}.")
+            raise ValueError(
+                f"reset rows {rows.dtype}{rows.shape}: want bool{want}, True for each to empty."
+            )
 
         def emptied(indices: tuple[Index, ...], rows: jax.Array) -> tuple[Index, ...]:
             return tuple(lay.reset(i, rows) for lay, i in zip(layouts, indices, strict=True))
@@ -379,7 +387,13 @@ class Verbs:
                 for i, records in zip(apart, moved, strict=True):
                     layers[i], new_groups[i] = records, len(made)
                 made.append((fitted, index))
-        raise_if(lost, lambda: f"{layout} cannot keep the tokens of rows of {self}")
+        raise_if(
+            lost,
+            lambda: (
+                f"{layout} cannot keep the tokens of rows of {self}: "
+                "some are forgotten already, or they do not fit its capacity or pages"
+            ),
+        )
         new_layouts, new_indices = zip(*made, strict=True)
         made = list(zip(new_layouts, _emptied(new_layouts, new_indices, lost), strict=True))
         for number in range(self._extended(), len(indices)):

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxkv.cache.model_cache import ModelCache
-from jaxkv.cache.records import tree_bytes
 from jaxkv.cli.caches import DEFAULT, CacheChoice
 from jaxkv.cli.variants import (
     VARIANTS,
@@ -25,6 +23,7 @@ from jaxkv.cli.variants import (
 )
 from jaxkv.core.numerics import Numerics
 from jaxkv.generation import Sampling, generate
+from jaxkv.generation.evaluation import kept_bytes
 from jaxkv.generation.timing import measure_decoding
 from jaxkv.models.decoder import Decoder
 from jaxkv.training import TextData, TrainConfig, train
@@ -149,7 +148,7 @@ def _measure(
     """
     measure = functools.partial(measure_decoding, model, tokens, batches=BATCHES, steps=size.timed)
     default = measure(report=lambda what: report(what, TRAINING_SHARE))
-    kept = _kept_bytes(model.init_cache(1, tokens.size)) / tokens.size
+    kept = kept_bytes(model.init_cache(1, tokens.size)) / tokens.size
     own = CacheResult(DEFAULT, kept, default.loss, default.rates, 0.0)
     others = []
     for number, (name, choice) in enumerate(choices.items(), 1):
@@ -160,14 +159,9 @@ def _measure(
             report(f"{name}, {what}", share)
 
         found = measure(make_cache=make, against=default.logits, report=show)
-        kept = _kept_bytes(make(1, tokens.size)) / tokens.size
+        kept = kept_bytes(make(1, tokens.size)) / tokens.size
         others.append(CacheResult(name, kept, found.loss, found.rates, found.gap))
     return own, default.gap, others
-
-
-def _kept_bytes(cache: ModelCache) -> int:
-    """Counts the bytes of all layers' records; block tables and lengths are not among them."""
-    return sum(tree_bytes(layer) for layer in cache.layers)
 
 
 def _train(

@@ -38,6 +38,11 @@ def evaluate(
     model = restore_model(run, read_note(run).make(compute_numerics(None)), which)
     data = TextData.read_file(text)
     tokens = data.parts["validation"][:limit]
+    if tokens.size <= context:
+        raise ValueError(
+            f"{tokens.size} bytes of the text (--limit {limit}), --context {context}: want at "
+            f"least {context + 1}, one whole piece and the byte that follows it."
+        )
     chunk = next(n for n in range(min(64, context), 0, -1) if context % n == 0)
     found = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -57,14 +62,18 @@ def evaluate(
         typer.echo(json.dumps({"text": data.name, "context": context, "caches": rows}, indent=2))
         return
     title = f"{found[DEFAULT].tokens:,} bytes of {data.name}, {context} at a time"
-    table = Table(title=title, title_justify="left")
+    key = (
+        f"B/token: bytes of live records over the {context:,} tokens that a row is given. loss: "
+        "nats per byte, each byte given those before it in its piece, as the cache holds them."
+    )
+    table = Table(title=title, caption=key, title_justify="left", caption_justify="left")
     table.add_column("cache")
     for column in ("B/token", "nats/byte", "- default", "perplexity"):
         table.add_column(column, justify="right")
     for name, e in found.items():
         table.add_row(
             name,
-            f"{e.bytes_per_token:,}",
+            f"{e.bytes_per_token:,.0f}",
             f"{e.loss:.4f}",
             f"{e.loss - found[DEFAULT].loss:+.4f}",
             f"{e.perplexity:.3f}",

@@ -8,6 +8,8 @@ import hashlib
 from pathlib import Path
 from typing import Annotated
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import typer
 from rich.console import Console
@@ -81,6 +83,8 @@ def train(
     model = note.make(
         compute_numerics(dtype, implementation), dropout_rate=dropout, remat=remat, seed=seed
     )
+    # Who cannot compute this attention says so before anything is written.
+    jax.eval_shape(model, jax.ShapeDtypeStruct((1, config.length), jnp.int32))
     note.write(output)
     console = Console(stderr=True)
     console.print(

@@ -48,6 +48,19 @@ def check_sizes(**sizes: Any) -> None:
             raise ValueError(f"{name}={size!r}: want an int of at least 1.")
 
 
+def check_constants(**numbers: Any) -> None:
+    """Checks that numbers are known when a program is traced, or `None` where one was left out.
+
+    Raises:
+      ValueError: Naming the one that is traced, or no number.
+    """
+    for name, x in numbers.items():
+        if not is_known(x):
+            raise ValueError(f"{name} is traced: it is a constant of the program, so pass a float.")
+        if x is not None and np.ndim(x):
+            raise ValueError(f"{name} has shape {np.shape(x)}: want a number.")
+
+
 def is_known(x: Any) -> bool:
     """Says whether an array's values can be looked at: outside `jit`, `vmap` and `grad`."""
     return not isinstance(x, Tracer)

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# Tokens of a side of a window from which on it is no limit: no row has so many.
+FARTHEST = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +62,14 @@ class Visibility:
         """How many keys before itself a query sees; `None` if unbounded."""
         if self.window is None:
             return None
-        return self.window[0] if isinstance(self.window, tuple) else self.window - 1
+        return _side(self.window[0] if isinstance(self.window, tuple) else self.window - 1)
 
     @property
     def right(self) -> int | None:
         """How many keys after itself a query sees; `None` if unbounded."""
-        limit = self.window[1] if isinstance(self.window, tuple) else None
-        return 0 if self.causal else limit
+        if self.causal:
+            return 0
+        return _side(self.window[1]) if isinstance(self.window, tuple) else None
 
     @property
     def needs_alignment(self) -> bool:
@@ -81,36 +86,28 @@ class Visibility:
         Returns:
           bool, True where the key is seen.
         """
-        seen = jnp.broadcast_to(k_order >= 0, jnp.broadcast_shapes(q_order.shape, k_order.shape))
-        if self.causal:
-            seen &= k_order <= q_order
-        if self.left is not None:
-            near = k_order >= q_order - self.left
-            if self.right is not None and not self.causal:
-                near &= k_order <= q_order + self.right
-            seen &= near | (k_order < self.pinned) if self.pinned else near
-        return seen
+        filled = jnp.broadcast_to(k_order >= 0, jnp.broadcast_shapes(q_order.shape, k_order.shape))
+        return filled & self.meets(q_order, q_order, k_order, k_order)
 
-    def meets(
-        self, q_low: jax.Array, q_high: jax.Array, k_low: jax.Array, k_high: jax.Array
-    ) -> jax.Array:
+    def meets(self, q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Any:
         """Says whether a query of orders `q_low .. q_high` may see a key of `k_low .. k_high`.
 
-        Attention in tiles skips a pair of tiles where it may not.
+        Attention in tiles skips a pair of tiles where it may not. Works on arrays of JAX and of
+        NumPy, and inside kernels; True alone where everything is seen.
 
         >>> rule = Visibility(causal=True, window=4)
         >>> at = jnp.array([0, 4, 8])  # tiles of 4 tokens
         >>> rule.meets(at[:, None], at[:, None] + 3, at[None], at[None] + 3).astype(int).tolist()
         [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
         """
-        shape = jnp.broadcast_shapes(q_low.shape, k_low.shape)
-        meets = jnp.broadcast_to(k_low <= q_high, shape) if self.causal else jnp.ones(shape, bool)
+        meets: Any = True
         if self.left is not None:
-            near = k_high >= q_low - self.left
-            if self.right is not None and not self.causal:
-                near &= k_low <= q_high + self.right
-            meets &= near | (k_low < self.pinned) if self.pinned else near
-        return meets
+            meets = k_high >= q_low - self.left
+        if self.right is not None and not self.causal:
+            meets = meets & (k_low <= q_high + self.right)
+        if self.pinned:
+            meets = meets | (k_low < self.pinned)
+        return meets & (k_low <= q_high) if self.causal else meets
 
     def reach(self, q_low: jax.Array, q_high: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Bounds the orders that queries `q_low .. q_high` may see: `[first, end)`.
@@ -126,6 +123,11 @@ class Visibility:
         if not self.causal:
             end = jnp.maximum(end, self.pinned)
         return first, end
+
+
+def _side(count: int) -> int | None:
+    """Takes a side of a window that no row reaches for none: orders and it add up in int32."""
+    return None if count >= FARTHEST else int(count)
 
 
 def _is_count(x: object) -> bool:

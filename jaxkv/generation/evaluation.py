@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv.cache.model_cache import ModelCache
+from jaxkv.cache.records import tree_bytes
 from jaxkv.core.trees import check_sizes
 from jaxkv.models.decoder import Decoder
 
@@ -23,12 +24,12 @@ class Evaluation(NamedTuple):
     Attributes:
       loss: Mean cross entropy, nats per token; its exponential is the perplexity.
       tokens: Tokens that were predicted.
-      bytes_per_token: Of the cache, over all layers, as specified.
+      bytes_per_token: Of live records of all layers, over the tokens that a row is given.
     """
 
     loss: float
     tokens: int
-    bytes_per_token: int
+    bytes_per_token: float
 
     @property
     def perplexity(self) -> float:
@@ -78,7 +79,7 @@ def evaluate(
     graph, state = nnx.split(model)
     score = functools.partial(_score, graph, nnx.as_pure(state))
     cache = (make_cache or model.init_cache)(rows, context)
-    total, each = 0.0, cache.bytes_per_token
+    total, each = 0.0, kept_bytes(cache) / (rows * context)
     for start in range(0, pieces, rows):
         # The last pieces are moved back to fill the rows; those seen before count nothing.
         first = min(start, pieces - rows)
@@ -94,6 +95,11 @@ def evaluate(
             raise ValueError(f"the cache dropped tokens: {cache}.")
         report((first + rows) / pieces)
     return Evaluation(total / (pieces * context), pieces * context, each)
+
+
+def kept_bytes(cache: ModelCache) -> int:
+    """Counts the bytes of all layers' records; block tables and lengths are not among them."""
+    return sum(tree_bytes(layer) for layer in cache.layers)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

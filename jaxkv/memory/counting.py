@@ -153,7 +153,14 @@ class Storage:
     ) -> Records:
         """Makes the shapes of a layer's records as `create_layer` allocates them."""
         layout = self.policy.layout(layer)
-        check_pair(layout, self.codec)
+        try:
+            check_pair(layout, self.codec)
+        except ValueError as error:
+            if not self.policy.is_ring(layer):
+                raise
+            raise ValueError(
+                f"{error} Window layers keep every token with --windows full."
+            ) from None
         entries, slots = layout.storage(rows, context)
         fill = jax.ShapeDtypeStruct
         return create_records(spec, self.codec, entries, slots, lanes, fill, rows)

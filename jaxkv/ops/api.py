@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv.core.positions import orders
 from jaxkv.core.sharding import axis_size, current_rules, local
-from jaxkv.core.trees import check_arrays, is_known
+from jaxkv.core.trees import check_arrays, check_constants, is_known
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops.blockwise import Blockwise
 from jaxkv.ops.cudnn import CuDNN
@@ -98,7 +98,7 @@ def prepare(
     scale: float | None = None,
     soft_cap: float | None = None,
     sink_logits: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
+    alibi_slopes: jax.Array | tuple[float, ...] | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     precision: Any = None,
@@ -108,7 +108,9 @@ def prepare(
     Args:
       query: `[B, T, N, H]`.
       key: `[B, S, K, H]`.
-      value: `[B, S, K, V]`.
+      value: `[B, S, K, V]`. NaN at a key that is not filled or padding changes nothing; a value
+        of NaN that only a mask, a window or `causal` hides may reach the output, since 0 times NaN
+        is NaN.
       causal: Hide keys after the query.
       window: W keys, self included, or `(left, right)`; see `Visibility`.
       pinned: First tokens of a row that a window never hides.
@@ -125,7 +127,8 @@ def prepare(
       soft_cap: Squashes scores into (-cap, cap); `None` or 0 is off.
       sink_logits: `[N]`, learned logits that join the softmax without a value.
       alibi_slopes: `[N]`; each score is lowered by its head's slope times the distance of key and
-        query in tokens (Press et al., arXiv:2108.12409, section 3).
+        query in tokens (Press et al., arXiv:2108.12409, section 3). Also what
+        `jaxkv.alibi_slopes(N)` gives.
       dropout_rate: Share of attention weights dropped, in [0, 1).
       dropout_key: PRNG key; needed when `dropout_rate` is not 0.
       precision: Of the matrix products, as in `jax.lax.dot_general`.
@@ -136,6 +139,8 @@ def prepare(
     Raises:
       ValueError: If anything does not fit; the message names what was passed and what fits.
     """
+    if isinstance(alibi_slopes, tuple):
+        alibi_slopes = jnp.asarray(alibi_slopes, jnp.float32)
     check_arrays(
         query=query,
         key=key,
@@ -185,6 +190,10 @@ def prepare(
     for name, x in (("sink_logits", sink_logits), ("alibi_slopes", alibi_slopes)):
         if x is not None and (x.shape != (N,) or not jnp.issubdtype(x.dtype, jnp.floating)):
             raise ValueError(f"{name} {x.dtype}{x.shape}: want float ({N},), one per query head.")
+    check_constants(scale=scale, soft_cap=soft_cap, dropout_rate=dropout_rate)
+    _check_key(dropout_key)
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: want a finite number, or None.")
     if not 0 <= dropout_rate < 1 or (dropout_rate and dropout_key is None):
         raise ValueError(f"dropout_rate={dropout_rate}: want [0, 1) and a dropout_key if not 0.")
     if soft_cap is not None and not 0 <= soft_cap < math.inf:
@@ -214,6 +223,15 @@ def prepare(
 
 
 OPTIONS = tuple(inspect.signature(prepare).parameters)[3:]
+
+
+def _check_key(key: Any) -> None:
+    if key is None:
+        return
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if np.shape(key) != (() if typed else (2,)) or not (typed or dtype == jnp.uint32):
+        raise ValueError(f"dropout_key={key!r}: want one PRNG key, such as jax.random.key(0).")
 
 
 def _known_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -268,6 +286,8 @@ def choose(operands: Operands, implementation: Choice) -> Implementation:
         given: Sequence[Any] = IMPLEMENTATIONS
     else:
         given = implementation if isinstance(implementation, (list, tuple)) else [implementation]
+    if not given:
+        raise ValueError(f"implementation={implementation!r} names none: want of {sorted(known)}.")
     if unknown := [i for i in given if i not in known and not hasattr(i, "refuses")]:
         raise ValueError(f"unknown implementation {unknown}: want of {sorted(known)}.")
     tried: list[Implementation] = [known[i] if isinstance(i, str) else i for i in given]

@@ -86,7 +86,7 @@ class Pattern:
 
     def _sees(self, hide: bool, q: Any, k: Any) -> Any:
         q = q + self.offset if self.offset else q
-        seen = _meets(self.rule, q, q, k, k)
+        seen = self.rule.meets(q, q, k, k)
         return seen & (k < self.S) if hide else seen
 
     def live(self) -> np.ndarray:
@@ -95,21 +95,8 @@ class Pattern:
         k = np.arange(0, self.S, self.kv_block)[None]
         q_high = np.minimum(q + self.q_block, self.T) - 1 + self.offset
         k_high = np.minimum(k + self.kv_block, self.S) - 1
-        seen = _meets(self.rule, q + self.offset, q_high, k, k_high)
+        seen = self.rule.meets(q + self.offset, q_high, k, k_high)
         return np.broadcast_to(seen, (q.size, k.size))
-
-
-def _meets(rule: Visibility, q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Any:
-    """Does what `Visibility.meets` does, on NumPy's arrays and inside a kernel alike."""
-    seen: Any = True
-    if rule.causal:
-        seen = k_low <= q_high
-    if rule.left is not None:
-        near = k_high >= q_low - rule.left
-        if rule.right is not None and not rule.causal:
-            near = near & (k_low <= q_high + rule.right)
-        seen = seen & (near | (k_low < rule.pinned) if rule.pinned else near)
-    return seen
 
 
 class Visits(NamedTuple):

@@ -187,6 +187,7 @@ def test_interactive_turns_keep_the_cache(capsys: pytest.CaptureFixture[str]) ->
         (["compare", "--quick", "--text", "missing.txt"], "missing.txt does not exist"),
         (["train", "--variant", "nope"], "unknown variant 'nope'"),
         (["train", "--steps", "0"], "steps=0"),
+        (["train", "--size", "tiny", "--implementation", "splash"], "cannot serve this call"),
         (["generate", "nowhere"], "nowhere holds no model.json"),
         (["plan", "gpt5-max"], "gpt5-max"),
     ],
@@ -232,8 +233,9 @@ def test_evaluate_shows_what_each_cache_costs(
     assert 1e-6 < abs(loss["int4"] - loss["default"]) < 0.5
     # 2 layers x (32 + 4) channels x 4 bytes; 2 x (18 bytes of codes and two scales of 4).
     assert found["default"]["bytes_per_token"] == 288 and found["int4"]["bytes_per_token"] == 52
+    assert found["ring:8"]["bytes_per_token"] == 288 * 8 / 48
     assert run([*arguments, "--context", "9999"]) == 1
-    assert "want at least 10000" in capsys.readouterr().err
+    assert "--context 9999: want at least 10000" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_with_its_own_text_and_no_fewer_steps(

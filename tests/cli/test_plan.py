@@ -134,3 +134,10 @@ def test_user_errors_are_one_line(arguments: str, word: str) -> None:
 def test_devices_may_have_spaces_or_be_empty() -> None:
     assert parse_devices(" tensor = 8 , data=2,") == {"tensor": 8, "data": 2}
     assert parse_devices("") == {}
+
+
+def test_a_codec_of_groups_says_what_window_layers_can_do() -> None:
+    said = error_of("gpt-oss-20b", "--dtype", "kivi")
+    assert "Window layers keep every token with --windows full" in said
+    assert run("gpt-oss-20b", "--dtype", "kivi", "--windows", "full").exit_code == 0
+    assert "--windows full" not in error_of("llama3-8b", "--dtype", "kivi:32", "--windows", "h2o:8")

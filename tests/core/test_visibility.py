@@ -20,6 +20,14 @@ RULES = [
         for window in ((0, 0), (2, 0), (0, 2), (1, 3))
         for pinned in (0, 3)
     ),
+    # Sizes that int32 does not hold, or not with an order added to them.
+    *(
+        Visibility(causal, window, pinned)
+        for causal in (True, False)
+        for window in ((2, 2**31 - 1), (2**31 - 1, 2), (2**40, 2**31), (2**30, 2**30 - 1))
+        for pinned in (0, 3)
+    ),
+    Visibility(True, 2**31),
 ]
 QUERIES = np.arange(-2, 9)
 KEYS = np.arange(-1, 9)

@@ -51,6 +51,8 @@ def test_a_ring_costs_what_a_window_costs() -> None:
     found = evaluate(MODEL, TOKENS, context=24, chunk=8, make_cache=ring)
     assert abs(found.loss - plain(windowed, 24)) < 1e-5
     assert abs(found.loss - plain(MODEL, 24)) > 1e-4
+    # Five slots for 24 tokens.
+    assert found.bytes_per_token == 2 * 2 * 2 * 4 * 4 * 5 / 24
 
 
 def test_what_does_not_fit_is_named() -> None:

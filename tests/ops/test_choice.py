@@ -3,10 +3,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv.ops import api
 from jaxkv.ops.api import attention, explain
 from tests.ops.suite import ELSEWHERE, IMPLEMENTATIONS, operands
@@ -152,3 +154,33 @@ def test_whole_numbers_are_refused():
         attention(x, x, x)
     with pytest.raises(ValueError, match=r"unknown options \['casual'\] of attention: want of"):
         attention(x, x, x, casual=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": np.nan}, "scale=nan: want a finite number"),
+        ({"scale": jnp.ones(2)}, r"scale has shape \(2,\): want a number"),
+        ({"soft_cap": np.inf}, "soft_cap=inf: want a finite number above 0"),
+        ({"dropout_key": 0, "dropout_rate": 0.5}, "dropout_key=0: want one PRNG key"),
+        ({"dropout_key": jnp.zeros(2), "dropout_rate": 0.5}, "dropout_key=.*: want one PRNG key"),
+        ({"implementation": ()}, r"implementation=\(\) names none: want of \['blockwise'"),
+    ],
+)
+def test_options_that_mean_nothing_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        attention(**operands(), **options)
+
+
+@pytest.mark.parametrize("name", ["scale", "soft_cap", "dropout_rate"])
+def test_constants_that_are_traced_raise(name):
+    with pytest.raises(ValueError, match=f"{name} is traced: it is a constant of the program"):
+        jax.jit(lambda x: attention(**operands(), **{name: x}))(0.5)
+
+
+def test_slopes_are_taken_as_alibi_slopes_gives_them():
+    arrays, slopes = operands(), jaxkv.alibi_slopes(4)
+    np.testing.assert_array_equal(
+        attention(**arrays, alibi_slopes=slopes),
+        attention(**arrays, alibi_slopes=jnp.asarray(slopes, jnp.float32)),
+    )
