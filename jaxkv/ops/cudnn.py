@@ -66,16 +66,8 @@ class CuDNN:
 
 def _lacks(o: Operands) -> str | None:
     """Names what neither cuDNN nor JAX's way to it knows, apart from places."""
-    given = {
-        "bias": o.bias,
-        "ALiBi slopes": o.alibi_slopes,
-        "soft-cap": o.soft_cap,
-        "dropout": o.dropout_seeds,
-        "segments": o.q_segments,
-    }
-    for what, x in given.items():
-        if x is not None:
-            return f"has no {what}"
+    if lacking := o.given("bias", "ALiBi slopes", "soft-cap", "dropout", "segments"):
+        return lacking
     if o.query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"computes in bfloat16 and float16, not in {o.query.dtype}"
     H, V = o.query.shape[3], o.value.shape[3]

@@ -14,6 +14,16 @@ from jaxkv.core.numerics import exp_below
 from jaxkv.core.trees import static
 from jaxkv.core.visibility import Visibility, visible
 
+# What an implementation may lack, by the names that users read, and where a call has it.
+FEATURES = {
+    "bias": "bias",
+    "mask": "mask",
+    "ALiBi slopes": "alibi_slopes",
+    "soft-cap": "soft_cap",
+    "dropout": "dropout_seeds",
+    "segments": "q_segments",
+}
+
 
 class Extras(NamedTuple):
     """What is added to the scores, in shapes that broadcast against them; each may be None.
@@ -95,6 +105,14 @@ class Operands:
             return Extras(self.bias, None, None)
         distance = distances(self.q_order, self.k_order)[:, None]
         return Extras(self.bias, self.alibi_slopes[:, None, None][None], distance)
+
+    def given(self, *names: str) -> str | None:
+        """Says which of some features a call has that an implementation lacks, if any.
+
+        Args:
+          *names: Keys of `FEATURES`.
+        """
+        return next((f"has no {n}" for n in names if getattr(self, FEATURES[n]) is not None), None)
 
     def seen(self) -> jax.Array:
         """Applies the visibility rule: bool `[B|1, N|1, T, S]`."""

@@ -64,12 +64,11 @@ class Splash:
         o, platform = operands, target_platform()
         if platform != "tpu" and not self.interpret:
             return f"runs on TPU only, not on {platform}"
+        if lacking := o.given("bias", "ALiBi slopes", "dropout"):
+            return lacking
         reasons = {
             f"has no {o.query.dtype}": o.query.dtype not in (jnp.float32, jnp.bfloat16),
-            "has no bias": o.bias is not None,
-            "has no ALiBi slopes": o.alibi_slopes is not None,
             "has no mask but the rule and segments": o.mask is not None,
-            "has no dropout": o.dropout_seeds is not None,
             "must know at trace time where queries and keys stand": o.offset is None,
             f"has no precision {o.precision}": _precision(o) is None,
             "is another one in this version of JAX": not all(hasattr(_library(), n) for n in USED),

@@ -73,15 +73,8 @@ class Triton:
             return "runs on GPUs only"
         if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
             return "needs Pallas on Triton, which this JAX has not"
-        given = {
-            "bias": o.bias,
-            "mask": o.mask,
-            "ALiBi slopes": o.alibi_slopes,
-            "dropout": o.dropout_seeds,
-        }
-        for what, x in given.items():
-            if x is not None:
-                return f"has no {what}"
+        if lacking := o.given("bias", "mask", "ALiBi slopes", "dropout"):
+            return lacking
         if o.query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"does not compute in {o.query.dtype}"
         width = max(o.query.shape[3], o.value.shape[3])

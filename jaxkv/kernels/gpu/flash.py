@@ -337,15 +337,21 @@ def _place(c: Call, order: Any, segment: Any, at: tuple, start: Any, length: int
     )
 
 
-def _weights(scores: jax.Array, shift: jax.Array, seen: jax.Array | None) -> jax.Array:
-    """Exponentiates scores, both in units of ln 2; what is not seen has weight 0."""
-    p = jnp.exp2(scores - shift[:, None])
-    return p if seen is None else jnp.where(seen, p, 0.0)
-
-
-def _pulled(d_scores: jax.Array, flatness: jax.Array | None) -> jax.Array:
-    """Takes the scores' gradient back through the soft-cap."""
-    return d_scores if flatness is None else d_scores * flatness
+def _weights_and_gradient(
+    c: Call,
+    tiles: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    lse: jax.Array,
+    delta: jax.Array,
+    seen: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes a tile's weights anew, and the gradient by its products, of q, k, v and d_out."""
+    q, k, v, d_out = tiles
+    scores, flatness = c.scores(q, k)
+    p = jnp.exp2(scores - lse[:, None])
+    p = p if seen is None else jnp.where(seen, p, 0.0)
+    d_scores = p * (c.dot(d_out, v.T) - delta[:, None])
+    # Back through the soft-cap.
+    return p, d_scores if flatness is None else d_scores * flatness
 
 
 def _forward(
@@ -425,11 +431,9 @@ def _backward_queries(
         start = j * c.slots
         at = (pl.ds(start, c.slots),)
         k = _load(k_ref, at, start, n.S, n.H)
-        scores, flatness = c.scores(q, k)
+        v = _load(v_ref, at, start, n.S, n.V)
         seen = c.seen(q_place, _place(c, k_order, k_segment, at, start, n.S))
-        p = _weights(scores, lse, seen)
-        d_p = c.dot(d_out, _load(v_ref, at, start, n.S, n.V).T)
-        d_scores = _pulled(p * (d_p - delta[:, None]), flatness)
+        _, d_scores = _weights_and_gradient(c, (q, k, v, d_out), lse, delta, seen)
         return d_q + c.dot(d_scores.astype(k.dtype), k)
 
     d_q = lax.fori_loop(first[...], end[...], body, jnp.zeros(d_q_ref.shape, jnp.float32))
@@ -467,12 +471,10 @@ def _backward_keys(
             at = (pl.ds(start, c.rows),)
             q = _load(q_ref, (*at, g), start, n.T, n.H)
             d_out = _load(d_out_ref, (*at, g), start, n.T, n.V)
-            scores, flatness = c.scores(q, k)
+            lse, delta = (_line(x, (g, *at), start, n.T, 0.0) for x in (lse_ref, delta_ref))
             seen = c.seen(_place(c, q_order, q_segment, at, start, n.T), k_place)
-            p = _weights(scores, _line(lse_ref, (g, *at), start, n.T, 0.0), seen)
+            p, d_scores = _weights_and_gradient(c, (q, k, v, d_out), lse, delta, seen)
             d_v = d_v + c.dot(p.astype(d_out.dtype).T, d_out)
-            delta = _line(delta_ref, (g, *at), start, n.T, 0.0)
-            d_scores = _pulled(p * (c.dot(d_out, v.T) - delta[:, None]), flatness)
             return d_k + c.dot(d_scores.astype(q.dtype).T, q), d_v
 
         return lax.fori_loop(low, high, body, carry)
