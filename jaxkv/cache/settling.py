@@ -13,7 +13,7 @@ from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Index, Layout, Plan, index_axes
 from jaxkv.cache.reading import Reading
 from jaxkv.cache.weighing import last_observers, weigh_new, weigh_stored
-from jaxkv.core.sharding import axis_size, local
+from jaxkv.core.sharding import axis_size, local, spec_for
 
 
 class Attended(NamedTuple):
@@ -62,8 +62,8 @@ def settle(
     heads, plane_axes = axes
     kept = how.spec.kv_heads if layout.per_head else 1
     (B, T, N), n = call.query.shape[:3], layout.observed(call.query.shape[1])
-    devices = axis_size(heads) if heads is not None else 1
-    parts = devices if N % devices == 0 else 1
+    split = spec_for(("batch", None, heads), (B, T, N))[2] is not None
+    parts = axis_size(heads) if heads is not None and split else 1
     by_head = ("batch", heads, None)
     placed = index_axes(layout, heads)
     if n and B:
