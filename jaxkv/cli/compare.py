@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxkv.cli.caches import HELP, parse_caches
 
@@ -41,8 +41,10 @@ def compare(
     import jax
 
     from jaxkv.cli import compare_report as report
-    from jaxkv.cli.comparison import compare_variant, write_sample
+    from jaxkv.cli.comparison import check_text, compare_variant, write_sample
     from jaxkv.cli.numerics import compute_numerics
+    from jaxkv.cli.saved import make_folder
+    from jaxkv.cli.shown import Shown
     from jaxkv.cli.variants import SIZES, VARIANTS, pick
 
     names = [pick(v.strip().lower(), VARIANTS, "variant") for v in variants.split(",") if v.strip()]
@@ -57,28 +59,30 @@ def compare(
         sized = dataclasses.replace(sized, steps=steps)
     numerics = compute_numerics(dtype)
     choices = parse_caches(cache) if cache is not None else {}
-    output.mkdir(parents=True, exist_ok=True)
+    check_text(text, sized)
+    make_folder(output)
     console, start, results, models = Console(), time.perf_counter(), [], []
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        tasks = {v: progress.add_task(v.upper(), total=1.0, what="waiting") for v in names}
+    real = report.real_rows()
+    with Shown([name.upper() for name in names] + ["text and pictures"]) as shown:
         for name in names:
-
-            def show(what: str, share: float, task: object = tasks[name]) -> None:
-                progress.update(task, completed=share, what=what)  # type: ignore[arg-type]
-
+            show = functools.partial(shown.show, name.upper())
             model, result = compare_variant(name, sized, text, seeds, numerics, show, choices)
             models.append(model)
             results.append(result)
+        smallest = min(range(len(results)), key=lambda i: results[i].cache_bytes_per_token)
+        shown.show("text and pictures", "a sample of text", 0.1)
+        sample = write_sample(models[smallest])
+        shown.show("text and pictures", "pictures", 0.7)
+        pictures = report.draw(results, real, output)
+        if choices:
+            pictures.append(report.draw_caches(results, output))
+        shown.show("text and pictures", "done", 1.0)
     console.print(report.table(results))
     console.print(report.ONE_SEED if seeds == 1 else f"± is the deviation over {seeds} seeds.")
     if choices:
         console.print(report.cache_table(results, sized))
-    smallest = min(range(len(results)), key=lambda i: results[i].cache_bytes_per_token)
-    sample = write_sample(models[smallest])
     console.print(f"\nA sample of {names[smallest].upper()}'s text:", style="bold")
     console.print(sample, markup=False, highlight=False)
-    real = report.real_rows()
     console.print(report.real_table(real))
     facts = {
         "device": jax.devices()[0].device_kind,
@@ -93,8 +97,5 @@ def compare(
         json.dumps(report.as_dict(results, facts), indent=2) + "\n"
     )
     (output / "real_models.json").write_text(json.dumps(real, indent=2) + "\n")
-    pictures = report.draw(results, real, output)
-    if choices:
-        pictures.append(report.draw_caches(results, output))
     written = ", ".join(p.name for p in [Path("compare.json"), Path("real_models.json"), *pictures])
     console.print(f"{facts['seconds']:.0f} s; written to {output}: {written}", highlight=False)

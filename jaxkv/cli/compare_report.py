@@ -48,10 +48,10 @@ def table(results: Sequence[Result]) -> Table:
     out = Table(title=TITLE, caption=KEY, title_justify="left", caption_justify="left")
     out.add_column("", no_wrap=True, min_width=3)
     columns = ["params", "loss", "B/token", f"vs {results[0].variant.upper()}"]
-    for column in [*columns, *(f"tok/s B={b}" for b in BATCHES), "gap"]:
+    for column in [*columns, *(f"tok/s\nB={b}" for b in BATCHES), "gap"]:
         out.add_column(column, justify="right", no_wrap=True)
     for r in results:
-        loss = f"{r.loss:.3f}" + (f" ± {r.loss_deviation:.3f}" if seeds > 1 else "")
+        loss = f"{r.loss:.3f}" + (f"\n± {r.loss_deviation:.3f}" if seeds > 1 else "")
         out.add_row(
             r.variant.upper(),
             f"{r.parameters:,}",

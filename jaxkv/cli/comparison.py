@@ -95,6 +95,24 @@ class Result:
 Report = Callable[[str, float], None]
 
 
+def check_text(text: Path | None, size: Size) -> None:
+    """Checks that a text is long enough to be trained on and decoded.
+
+    Raises:
+      ValueError: Naming how long it is and has to be.
+    """
+    data = TextData.read_file(text)
+    data.count("train", size.length)
+    held = data.parts["validation"].size
+    whole = sum(part.size for part in data.parts.values())
+    if held < size.live:
+        want = whole * size.live // max(held, 1)
+        raise ValueError(
+            f"{data.name} is too short: {size.live:,} bytes are decoded of its validation part, "
+            f"which has {held:,} of its {whole:,}: want about {want:,}."
+        )
+
+
 def compare_variant(
     variant: str,
     size: Size,

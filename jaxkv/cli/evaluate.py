@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from jaxkv.cli.caches import DEFAULT, HELP, CacheChoice, parse_caches
@@ -29,6 +29,7 @@ def evaluate(
     """Show how well a trained model predicts a text (its validation part) through each cache."""
     from jaxkv.cli.numerics import compute_numerics
     from jaxkv.cli.saved import read_note
+    from jaxkv.cli.shown import Shown
     from jaxkv.generation.evaluation import evaluate as measure
     from jaxkv.training import TextData, restore_model
 
@@ -45,17 +46,15 @@ def evaluate(
         )
     chunk = next(n for n in range(min(64, context), 0, -1) if context % n == 0)
     found = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Shown(list(choices)) as shown:
         for name, choice in choices.items():
-            task = progress.add_task(name, total=1.0)
             found[name] = measure(
                 model,
                 tokens,
                 context=context,
                 chunk=chunk,
-                make_cache=lambda rows, capacity, c=choice: c.make(model, rows, capacity),
-                report=lambda share, t=task: progress.update(t, completed=share),
+                make_cache=functools.partial(choice.make, model),
+                report=functools.partial(shown.show, name, "reading"),
             )
     if as_json:
         rows = {n: {**e._asdict(), "perplexity": e.perplexity} for n, e in found.items()}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from jaxkv.core.extras import require
 
 # What a user can cause: these end in one clear line; anything else is ours and shows its trace.
+STOPPED = 130  # what a shell says of a program that Ctrl-C ended
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
@@ -20,19 +21,31 @@ def run(arguments: Sequence[str]) -> int:
         require("typer", extra="cli")
         from jaxkv.cli.app import make_app
 
-        make_app()(arguments, prog_name="jaxkv", standalone_mode=True)
+        app = make_app()
+        status = app(arguments or ["--help"], prog_name="jaxkv", standalone_mode=False)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
-        sys.stderr.write("\njaxkv: stopped.\n")
-        return 130
+        status = STOPPED
     except USER_ERRORS as error:
         if debug:
             raise
-        line = " ".join(str(error).split()) or type(error).__name__
-        sys.stderr.write(f"jaxkv: {line}\n")
-        return 1
-    return 0
+        return _said(str(error) or type(error).__name__, 1)
+    except Exception as error:
+        # A command line that does not fit: its class has had several homes.
+        if not hasattr(error, "format_message"):
+            raise
+        said = str(error.format_message()).rstrip(".")
+        return _said(f"{said}. See jaxkv --help.", 2)
+    if status == STOPPED:
+        return _said("stopped.", STOPPED)
+    return status if isinstance(status, int) else 0
+
+
+def _said(text: str, status: int) -> int:
+    """Prints one line and gives the exit status back."""
+    sys.stderr.write(f"jaxkv: {' '.join(text.split())}\n")
+    return status
 
 
 def app_entry() -> None:

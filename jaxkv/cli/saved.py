@@ -42,14 +42,23 @@ class ModelNote:
         Raises:
           ValueError: If the directory holds a run of another model.
         """
-        if directory.exists() and not directory.is_dir():
-            raise ValueError(f"{directory} is a file: --output wants a folder.")
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         if (directory / NOTE).exists() and (there := read_note(directory)) != self:
             same = dataclasses.replace(there, text_sha256=self.text_sha256) == self
             what = "text" if same else "model"
             raise ValueError(f"{directory} holds a run of another {what}: {there}, not {self}.")
         (directory / NOTE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+
+def make_folder(directory: Path) -> None:
+    """Makes the folder of a command's results, if it is not there.
+
+    Raises:
+      ValueError: If it is a file.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file: --output wants a folder.")
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def read_note(directory: Path) -> ModelNote:

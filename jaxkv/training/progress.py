@@ -3,14 +3,35 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, Self
 
 from jaxkv.core.extras import require
 
 
+class Lines:
+    """Prints plain lines where no bar can move (a log file, a pipe): one every few seconds.
+
+    Args:
+      write: Called with a line.
+      pause: Seconds between two lines.
+    """
+
+    def __init__(self, write: Callable[[str], Any], pause: float = 5.0) -> None:
+        self._write, self._pause, self._next = write, pause, 0.0
+
+    def say(self, text: str) -> None:
+        """Prints a line, unless one was printed just before."""
+        if time.monotonic() >= self._next:
+            self._write(text)
+            self._next = time.monotonic() + self._pause
+
+
 class Progress:
-    """Shows steps, losses and speed on stderr, as a context manager.
+    """Shows steps, losses and speed on stderr, as a context manager: a bar, or lines in a log.
 
     Args:
       steps: Of the whole run.
@@ -23,6 +44,7 @@ class Progress:
 
     def __init__(self, steps: int, done: int, shown: bool | None) -> None:
         self._bar: Any = None
+        self._lines: Lines | None = None
         if shown is None:
             try:
                 shown = sys.stderr.isatty() and bool(require("rich.progress", extra="train"))
@@ -41,6 +63,8 @@ class Progress:
         )
         self._task = self._bar.add_task("", total=steps, completed=done)
         self._validation = ""
+        if not console.is_terminal:
+            self._lines = Lines(functools.partial(print, file=sys.stderr, flush=True))
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -60,4 +84,6 @@ class Progress:
         text = (
             f"loss {line['loss']:.4f}{self._validation} · {line['tokens_per_second']:,.0f} tokens/s"
         )
+        if self._lines is not None:
+            self._lines.say(f"step {line['step']:,}/{self._bar.tasks[0].total:,.0f} {text}")
         self._bar.update(self._task, completed=line["step"], description=text)

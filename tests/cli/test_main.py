@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jaxkv.cache import Contiguous, Float8, Int4, Int8, Kivi, Paged, Raw, Ring
 from jaxkv.cli.caches import PARTS, CacheChoice, parse_caches
+from jaxkv.cli.compare_report import table
+from jaxkv.cli.comparison import Result
 from jaxkv.cli.generate import talk
 from jaxkv.cli.main import run
 from jaxkv.cli.variants import (
@@ -21,6 +24,21 @@ from jaxkv.cli.variants import (
     matched_mlp,
 )
 from jaxkv.generation import Sampling
+
+
+def test_a_table_of_several_seeds_fits_80_columns() -> None:
+    results = [
+        Result(v, 96, 115_104, [3.0951, 3.1172], [], 1536.0, {1: 12_345.6, 8: 45_678.9}, 2e-5, [])
+        for v in ("mha", "mla")
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(results))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    # The deviation of 3.0951 and 3.1172 is their difference over the root of 2.
+    for word in ("3.106", "± 0.016", "115,104", "1,536", "1.000", "12,346", "45,679", "2.0e-05"):
+        assert text.count(word) >= 2
+    assert "vs MHA" in text
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "large"])
@@ -190,6 +208,7 @@ def test_interactive_turns_keep_the_cache(capsys: pytest.CaptureFixture[str]) ->
         (["train", "--size", "tiny", "--implementation", "splash"], "cannot serve this call"),
         (["generate", "nowhere"], "nowhere holds no model.json"),
         (["plan", "gpt5-max"], "gpt5-max"),
+        (["compare", "--quick", "--output", "a-file"], "a-file is a file: --output wants a folder"),
     ],
 )
 def test_user_mistakes_are_one_clear_line(
@@ -200,6 +219,7 @@ def test_user_mistakes_are_one_clear_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").write_text("")
     assert run(arguments) != 0
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
@@ -208,13 +228,45 @@ def test_user_mistakes_are_one_clear_line(
         run([*arguments, "--debug"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nosuch"], "No such command 'nosuch'"),
+        (["plan", "llama3-8b", "--batch", "x"], "Input should be a valid integer"),
+        (["generate"], "Missing argument 'run'"),
+        (["compare", "--step", "3"], "No such option: --step"),
+    ],
+)
+def test_command_lines_that_do_not_fit_are_one_clear_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxkv: ") and error.count("\n") == 1
+    assert says in error and error.endswith("See jaxkv --help.\n")
+
+
+def test_help_is_what_a_bare_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    assert "evaluate" in capsys.readouterr().out
+    assert run(["plan", "--help"]) == 0
+    assert "--context" in capsys.readouterr().out
+
+
 def test_a_text_that_is_too_short_says_how_long_it_must_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "short.txt"
+    arguments = ["compare", "--quick", "--text", str(text), "--output", str(tmp_path)]
     text.write_text("to be")
-    assert run(["compare", "--quick", "--text", str(text), "--output", str(tmp_path)]) == 1
+    assert run(arguments) == 1
     assert "too short" in capsys.readouterr().err
+    # Long enough to train on, too short to be decoded with 1,024 live tokens.
+    text.write_text("the cat sat on the mat. " * 100)
+    assert run(arguments) == 1
+    error = capsys.readouterr().err
+    assert "1,024 bytes are decoded of its validation part, which has 240 of its 2,400" in error
+    assert "want about 10,240" in error
 
 
 def test_evaluate_shows_what_each_cache_costs(
