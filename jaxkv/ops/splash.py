@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from jaxkv.ops.einsum import TILE_SCORES
 from jaxkv.ops.merge import add_sink
 from jaxkv.ops.operands import Operands
 from jaxkv.ops.splash_blocks import LANES, Pattern, block_sizes, visits
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.tpu import InterpretParams
 
 _WHERE = "jax.experimental.pallas.ops.tpu.splash_attention"
 # JAX's own gradient runs the forward kernel again and takes none by the log-sum-exp, so its kernels
@@ -38,9 +41,11 @@ class Splash:
     """Splash attention, a flash attention that skips blocks by a static rule, on TPU.
 
     Args:
-      q_block: Queries of a block, in tokens; `None` fits the chip.
-      kv_block: Keys of a block, in tokens; `None` fits the chip.
-      interpret: Run on any platform, slowly, for tests.
+      q_block: Queries of a block, in tokens; `None` fits the call's lengths, width, dtype and
+        window, alike on every chip (`splash_blocks.block_sizes`).
+      kv_block: Keys of a block, in tokens; `None` alike.
+      interpret: Run on any platform, slowly, for tests: as plain operations, or with the memories
+        of a chip by `jax.experimental.pallas.tpu.InterpretParams()`.
 
     Raises:
       ValueError: If a block is not made of whole lanes.
@@ -50,7 +55,7 @@ class Splash:
 
     q_block: int | None = None
     kv_block: int | None = None
-    interpret: bool = False
+    interpret: bool | InterpretParams = False
     name: str = "splash"
 
     def __post_init__(self) -> None:
@@ -126,7 +131,7 @@ class Kernels:
     one_head: bool
     soft_cap: float | None
     precision: str
-    interpret: bool
+    interpret: bool | InterpretParams
 
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any
