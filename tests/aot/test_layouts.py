@@ -12,8 +12,10 @@ import pytest
 
 from jaxkv.cache import (
     H2O,
+    TOVA,
     Contiguous,
     Evicting,
+    Float8,
     Int4,
     Int8,
     Kivi,
@@ -23,6 +25,7 @@ from jaxkv.cache import (
     Raw,
     Ring,
     Scoring,
+    SnapKV,
     create_layer,
     tree_bytes,
 )
@@ -37,19 +40,25 @@ LAYOUTS = {
     "contiguous": (Contiguous(), 2004),
     "ring": (Ring(window=1024, pinned=4), 4096),
     "paged": (Paged(64), 2048),
+    "pages of 16": (Paged(16), 2048),
     "h2o": (Evicting(1024, H2O()), 4096),
+    "tova": (Evicting(1024, TOVA()), 4096),
+    "snapkv": (Evicting(1024, SnapKV(), room=256), 4096),
 }
-CODECS = {"bfloat16": Raw(jnp.bfloat16), "int8": Int8(), "int4": Int4()}
+CODECS = {"bfloat16": Raw(jnp.bfloat16), "int8": Int8(), "int4": Int4(), "float8": Float8()}
 CODECS["kivi"] = Kivi(dtype=jnp.bfloat16)
-CASES = [(name, layout, "bfloat16") for name in RECORDS for layout in LAYOUTS]
-CASES.remove(("mla", "h2o", "bfloat16"))  # one head has no slots apart
+CASES = [(n, layout, "bfloat16") for n in RECORDS for layout in ("contiguous", "ring", "paged")]
+CASES += [("gqa", "h2o", "bfloat16")]  # one head has no slots apart
 CASES += [("gqa", "contiguous", "int8"), ("gqa", "contiguous", "int4"), ("gqa", "ring", "int8")]
 CASES += [("gqa", "paged", "int8"), ("gqa", "contiguous", "kivi"), ("mla", "contiguous", "int8")]
 CASES += [("mla", "contiguous", "kivi"), ("mla", "paged", "kivi")]
 MORE = [*CASES, ("gqa", "paged", "int4"), ("mla", "contiguous", "int4"), ("mla", "paged", "int8")]
-MORE += [("gqa", "paged", "kivi"), ("mla", "ring", "int8")]
-FULL = [(*c, chip) for c in MORE for chip in ("v6e", "tpu7x")]
-EVERY = [(*c, "v5e") for c in CASES] + [pytest.param(*c, marks=pytest.mark.full) for c in FULL]
+MORE += [("gqa", "paged", "kivi"), ("mla", "ring", "int8"), ("gqa", "contiguous", "float8")]
+MORE += [("gqa", "paged", "float8"), ("gqa", "ring", "int4"), ("gqa", "h2o", "int8")]
+MORE += [("gqa", layout, "bfloat16") for layout in ("tova", "snapkv", "pages of 16")]
+OFTEN = [(*c, "v5e") for c in CASES]
+FULL = [(*c, chip) for c in MORE for chip in ("v5e", "v6e", "tpu7x") if (*c, chip) not in OFTEN]
+EVERY = OFTEN + [pytest.param(*c, marks=pytest.mark.full) for c in FULL]
 
 
 def step(cache: LayerCache, query: Any, key: Any, value: Any) -> Any:
