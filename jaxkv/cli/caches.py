@@ -27,10 +27,10 @@ from jaxkv.cache.codecs import Codec
 from jaxkv.cache.contiguous import Contiguous
 from jaxkv.cache.pairs import check_pair
 from jaxkv.cli.variants import pick
+from jaxkv.memory.policy import PINNED
 from jaxkv.models.decoder import Decoder
 
 DEFAULT = "default"
-PINNED = 4  # first tokens that `sinks` keeps, as many as its source does
 LARGEST = 2**20
 
 
@@ -58,10 +58,12 @@ class Part(NamedTuple):
     make: Callable[..., CacheChoice]
 
 
-# A new name is one line here.
+# A new name is one line here. What compresses a prompt (SnapKV) is none: a comparison decodes its
+# text token by token, and in a cache that is never given a prompt it keeps all of them.
 PARTS = {
     "ring": Part("last tokens kept", lambda window=256: CacheChoice(Ring(window))),
     "sinks": Part("last tokens kept", lambda window=256: CacheChoice(Ring(window, PINNED))),
+    "contiguous": Part(None, lambda: CacheChoice(Contiguous())),
     "paged": Part("tokens of a page", lambda size=64: CacheChoice(Paged(size))),
     "h2o": Part("tokens kept", lambda budget=256: CacheChoice(Evicting(budget, H2O()))),
     "tova": Part("tokens kept", lambda budget=256: CacheChoice(Evicting(budget, TOVA()))),

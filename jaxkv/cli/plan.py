@@ -13,6 +13,7 @@ from rich.console import Console
 from jaxkv.memory import planner
 from jaxkv.memory.chips import CHIPS, find_chip
 from jaxkv.memory.plot import draw
+from jaxkv.memory.policy import PINNED
 from jaxkv.memory.report import as_dict
 from jaxkv.memory.table import tables
 from jaxkv.memory.units import parse_bytes
@@ -43,9 +44,14 @@ def plan(
     windows: Annotated[
         str,
         typer.Option(
-            help="Window layers keep their window in a ring (window) or every token (full); or "
-            "all layers keep every token on pages of Z tokens (pages:Z), or Z chosen ones (h2o:Z, "
-            "tova:Z, snapkv:Z)."
+            help="What layers keep. window: window layers their window, in a ring, the others "
+            "every token (window+S: S spare slots in a ring, for deeper rollbacks). full: every "
+            "token. pages:Z: every token, on pages of Z (pages:ZxP: a pool of P pages for all "
+            "rows). ring:W, sinks:W: at most the last W tokens, with sinks the first "
+            f"{PINNED} too (ring:W+S as above). h2o:Z, tova:Z: Z chosen tokens in layers without "
+            "a window; snapkv:Z+R: Z chosen ones of a prompt and R that follow it. "
+            "h2o:Z/pyramid, and so on: Z on average, more in lower layers. Of budgets by head, "
+            "give the largest."
         ),
     ] = "window",
     weights: Annotated[

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 
 from jaxkv.cache.codecs import Codec
+from jaxkv.cache.index import Layout
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import gather_layers
 from jaxkv.cache.pairs import check_pair
@@ -21,10 +22,11 @@ from jaxkv.cache.records import (
     physical_bytes,
     tree_bytes,
 )
+from jaxkv.cache.ring import Ring
 from jaxkv.cache.spec import KVSpec
 from jaxkv.memory.chips import Chip
 from jaxkv.memory.formats import full_name, make_codec
-from jaxkv.memory.policy import SlotPolicy
+from jaxkv.memory.policy import Rings, SlotPolicy
 from jaxkv.models.geometry import LayerSpec, ModelGeometry
 
 # Sizes beyond this many tokens or rows count as endless.
@@ -54,7 +56,7 @@ class Storage:
     """
 
     dtype: str = "bfloat16"
-    policy: SlotPolicy = SlotPolicy()
+    policy: SlotPolicy = Rings()
     chip: Chip | None = None
 
     def __post_init__(self) -> None:
@@ -69,11 +71,11 @@ class Storage:
         """Counts the bytes of one token in one layer, as specified."""
         return 0 if layer.spec is None else bytes_per_token(layer.spec, self.codec)
 
-    def layer_row_bytes(self, layer: LayerSpec, context: int) -> int:
+    def layer_row_bytes(self, layer: LayerSpec, layout: Layout | None, context: int) -> int:
         """Counts the bytes of one row in one layer, as specified: its slots or its state."""
-        if layer.spec is None:
+        if layer.spec is None or layout is None:
             return layer.state_bytes
-        return tree_bytes(self._records(layer, layer.spec, 1, context, 1))
+        return tree_bytes(self._records(layer, layer.spec, layout, 1, context, 1))
 
     def token_bytes(self, geometry: ModelGeometry) -> int:
         """Counts the bytes that one token leaves behind in all layers, as specified."""
@@ -81,7 +83,11 @@ class Storage:
 
     def row_bytes(self, geometry: ModelGeometry, context: int) -> int:
         """Counts the bytes of one row of `context` tokens in all layers, as specified."""
-        return _over_layers(geometry, lambda layer: self.layer_row_bytes(layer, context))
+        kinds = _kinds(geometry, self.policy.of_row())
+        return sum(
+            count * self.layer_row_bytes(layer, layout, context)
+            for (layer, layout), count in kinds.items()
+        )
 
     def nbytes(self, geometry: ModelGeometry, rows: int, context: int) -> int:
         """Counts every array of a cache for `rows` rows, as allocated: lanes and index included."""
@@ -100,63 +106,66 @@ class Storage:
         """Finds the longest row whose cache takes at most `budget` bytes of memory.
 
         Returns:
-          Tokens, 0 if not one fits, or `None` if the cache never outgrows the budget.
+          Tokens, 0 if not one fits, or `None` if the cache never outgrows the budget; no more than
+          a pool of pages holds.
 
         >>> from jaxkv.models.presets import load_geometry
         >>> Storage().longest_context(load_geometry("llama3-8b"), 2**30 + 6)
         8192
         """
-        return _most(lambda tokens: self.physical_nbytes(geometry, 1, tokens) <= budget)
+        return _most(lambda tokens: self._fits(geometry, 1, tokens, budget))
 
     def most_rows(self, geometry: ModelGeometry, context: int, budget: int) -> int | None:
         """Finds how many rows of `context` tokens take at most `budget` bytes of memory.
 
         Returns:
-          Rows, or `None` if they take no memory at all.
+          Rows, or `None` if they take no memory at all; no more than a pool of pages holds.
 
         >>> from jaxkv.models.presets import load_geometry
         >>> Storage().most_rows(load_geometry("llama3-8b"), 8192, 3 * 2**30)
         2
         """
-        return _most(lambda rows: self.physical_nbytes(geometry, rows, context) <= budget)
+        return _most(lambda rows: self._fits(geometry, rows, context, budget))
+
+    def _fits(self, geometry: ModelGeometry, rows: int, context: int, budget: int) -> bool:
+        held = self.policy.holds(rows, context)
+        return held and self.physical_nbytes(geometry, rows, context) <= budget
 
     def _arrays(
         self, geometry: ModelGeometry, rows: int, context: int, measure: Callable[[object], int]
     ) -> int:
-        counts = Counter(geometry.layers)
-        stored = [(layer, layer.spec) for layer in counts if layer.spec is not None]
         lanes = 1 if self.chip is None else self.chip.lanes
-        layers = []
-        for layer, spec in stored:
-            layout = self.policy.layout(layer)
+        counts, layers = [], []
+        for (layer, layout), count in _kinds(geometry, self.policy).items():
+            if layer.spec is None or layout is None:
+                continue
             index = jax.eval_shape(
                 lambda layout=layout: marked(layout.create(rows, context), self.codec)
             )
-            records = self._records(layer, spec, rows, context, lanes)
+            records = self._records(layer, layer.spec, layout, rows, context, lanes)
             layers.append(LayerCache(index, records, None, layout, replicas=1, context=False))
+            counts.append(count)
         # Equal layers share an index, so one of each kind gives every index, but for layouts
         # of which each layer has its own.
         indices = measure(gather_layers(layers).indices) + sum(
-            (counts[layer] - 1) * measure(made.index)
-            for (layer, _), made in zip(stored, layers, strict=True)
+            (count - 1) * measure(made.index)
+            for count, made in zip(counts, layers, strict=True)
             if made.layout.per_layer
         )
         records = sum(
-            counts[layer] * measure(made.records)
-            for (layer, _), made in zip(stored, layers, strict=True)
+            count * measure(made.records) for count, made in zip(counts, layers, strict=True)
         )
         states = rows * _over_layers(geometry, lambda layer: layer.state_bytes)
         return indices + records + states
 
     def _records(
-        self, layer: LayerSpec, spec: KVSpec, rows: int, context: int, lanes: int
+        self, layer: LayerSpec, spec: KVSpec, layout: Layout, rows: int, context: int, lanes: int
     ) -> Records:
         """Makes the shapes of a layer's records as `create_layer` allocates them."""
-        layout = self.policy.layout(layer)
         try:
             check_pair(layout, self.codec)
         except ValueError as error:
-            if not self.policy.is_ring(layer):
+            if layer.window is None or not isinstance(layout, Ring):
                 raise
             raise ValueError(
                 f"{error} Window layers keep every token with --windows full."
@@ -164,6 +173,11 @@ class Storage:
         entries, slots = layout.storage(rows, context)
         fill = jax.ShapeDtypeStruct
         return create_records(spec, self.codec, entries, slots, lanes, fill, rows)
+
+
+def _kinds(geometry: ModelGeometry, policy: SlotPolicy) -> Counter[tuple[LayerSpec, Layout | None]]:
+    """Counts the layers that are alike in what they keep and how."""
+    return Counter(zip(geometry.layers, policy.layouts(geometry.layers), strict=True))
 
 
 def _most(fits: Callable[[int], bool]) -> int | None:

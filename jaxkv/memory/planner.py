@@ -7,10 +7,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from jaxkv.cache.index import Layout
 from jaxkv.memory.chips import Chip
 from jaxkv.memory.counting import Storage, device_part, replicated
 from jaxkv.memory.formats import is_scaled
-from jaxkv.memory.policy import SlotPolicy
+from jaxkv.memory.policy import SlotPolicy, row_slots
 from jaxkv.memory.units import format_bytes
 from jaxkv.models.geometry import LayerSpec, ModelGeometry
 
@@ -25,13 +26,15 @@ class Group:
 
     Attributes:
       layer: One of them.
+      layout: Where its tokens go; `None` if it keeps none.
       count: How many there are.
       slots: Slots of one row, in tokens.
       bytes_per_token: Of one layer, as specified.
-      sequence_bytes: Of one layer and row: its slots and its fixed state.
+      sequence_bytes: Of one layer and row: its slots, of a pool its pages, and its fixed state.
     """
 
     layer: LayerSpec
+    layout: Layout | None
     count: int
     slots: int
     bytes_per_token: int
@@ -143,12 +146,12 @@ def plan(
       dtype: How a record is stored, as in `Storage`.
       devices: Mesh axis -> devices, axes `data` (divides rows) and `tensor` (divides KV heads).
       chip: Adds its padding, and what fits into its memory.
-      policy: What window layers keep: `window`, `full` or `pages:Z`.
+      policy: What layers keep: `window`, `full`, `pages:Z` or another form of `SlotPolicy.parse`.
       weight_bytes: Bytes of all weights; `None` takes 2 per parameter (bfloat16).
 
     Raises:
-      ValueError: If a number is below 1, an axis or dtype is unknown, or heads and tensor devices
-        do not divide.
+      ValueError: If a number is below 1, an axis, dtype or policy is unknown, heads and tensor
+        devices do not divide, or a pool of pages does not over data devices.
 
     >>> from jaxkv.models.presets import load_geometry
     >>> llama = plan(load_geometry("llama2-70b"), context=4096, devices={"tensor": 16})
@@ -161,6 +164,7 @@ def plan(
         raise ValueError(f"context {context} and batch {batch} are at least 1.")
     policy = policy if isinstance(policy, SlotPolicy) else SlotPolicy.parse(policy)
     storage = Storage(dtype, policy, chip)
+    each = dataclasses.replace(storage, policy=policy.divided(data))
     part, whole, rows = (
         device_part(geometry, tensor),
         replicated(geometry, tensor),
@@ -183,13 +187,13 @@ def plan(
         physical_nbytes=storage.physical_nbytes(whole, batch, context),
         device=Share(
             rows=rows,
-            bytes_per_token=storage.token_bytes(part),
-            sequence_bytes=storage.row_bytes(part, context),
-            nbytes=storage.nbytes(part, rows, context),
-            physical_nbytes=storage.physical_nbytes(part, rows, context),
+            bytes_per_token=each.token_bytes(part),
+            sequence_bytes=each.row_bytes(part, context),
+            nbytes=each.nbytes(part, rows, context),
+            physical_nbytes=each.physical_nbytes(part, rows, context),
         ),
         weight_bytes=weight_bytes,
-        fit=_fit(part, storage, context, data, tensor, weight_bytes),
+        fit=_fit(part, each, context, data, tensor, weight_bytes),
         notes=tuple(_notes(geometry, storage, context, batch, data, tensor, weight_bytes)),
     )
 
@@ -211,13 +215,16 @@ def _mesh(devices: Mapping[str, int], geometry: ModelGeometry) -> tuple[int, int
 
 
 def _groups(geometry: ModelGeometry, storage: Storage, context: int) -> Iterator[Group]:
-    for layer, count in Counter(geometry.layers).items():
+    layers, policy = geometry.layers, storage.policy
+    kinds = zip(layers, policy.layouts(layers), policy.of_row().layouts(layers), strict=True)
+    for (layer, layout, own), count in Counter(kinds).items():
         yield Group(
             layer,
+            layout,
             count,
-            storage.policy.slots(layer, context),
+            row_slots(own, context),
             storage.layer_token_bytes(layer),
-            storage.layer_row_bytes(layer, context),
+            storage.layer_row_bytes(layer, own, context),
         )
 
 
@@ -261,31 +268,21 @@ def _notes(
             )
     if batch < data:
         yield f"{batch} rows on {data} data devices: a row is never divided, so some hold none."
-    yield from _storage_notes(geometry, storage)
+    yield from _storage_notes(geometry, storage, context, data)
     if context > geometry.max_context:
         yield f"{context:,} tokens are more than the model was made for ({geometry.max_context:,})."
     if storage.chip is not None:
         yield from _chip_notes(storage.chip, tensor, geometry.parameters, weight_bytes)
 
 
-def _storage_notes(geometry: ModelGeometry, storage: Storage) -> Iterator[str]:
-    policy, token = storage.policy, storage.token_bytes(geometry)
+def _storage_notes(
+    geometry: ModelGeometry, storage: Storage, context: int, data: int
+) -> Iterator[str]:
+    token = storage.token_bytes(geometry)
     readers = sum(layer.kind == "shared" for layer in geometry.layers)
     if readers:
         yield f"{readers} layers read what others keep, which is counted once."
-    windows = any(layer.window is not None for layer in geometry.layers)
-    if windows and policy.ring:
-        yield (
-            "Window layers are counted with their window only, as a ring keeps it; a contiguous "
-            "cache keeps every token (full)."
-        )
-    if policy.page is not None:
-        yield (
-            f"Every row has whole pages of {policy.page} tokens for its context; none is shared. "
-            "The table of pages and their reference counts are in nbytes."
-        )
-    if windows and policy.page is not None:
-        yield "Window layers keep every token on pages: those behind the window are not freed."
+    yield from storage.policy.notes(geometry.layers, context, data)
     if is_scaled(storage.dtype) and token:
         ratio = Storage("bfloat16").token_bytes(geometry) / token
         yield f"{storage.dtype}: a token, with scales, is {ratio:.3f} times smaller than in bf16."

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxkv.core.extras import require
 from jaxkv.memory.counting import Storage
 from jaxkv.memory.planner import Plan
+from jaxkv.memory.policy import row_slots
 from jaxkv.memory.units import format_bytes
 from jaxkv.models.geometry import ModelGeometry
 
@@ -28,20 +29,23 @@ class Line:
 
 
 def lengths(plan: Plan) -> tuple[int, ...]:
-    """Chooses lengths in equal ratios, with every window's end, so that the bends are sharp."""
+    """Chooses lengths in equal ratios, and those where a layer is full, so that bends are sharp."""
     end = max(plan.context, plan.geometry.max_context)
     steps = {round(end * 2 ** (-octave / 4)) for octave in range(4 * OCTAVES + 1)}
-    bends = {g.layer.window for g in plan.groups if g.layer.window and g.layer.window < end}
+    layouts = plan.storage.policy.of_row().layouts(plan.geometry.layers)
+    full = {row_slots(layout, end) for layout in layouts}
+    windows = {layer.window for layer in plan.geometry.layers if layer.window is not None}
+    bends = {length for length in full | windows if length < end}
     return tuple(sorted(length for length in steps | bends if length > 0))
 
 
 def lines(plan: Plan) -> tuple[Line, ...]:
-    """Counts the lines: the model, without its windows, and with a KV head per query head."""
+    """Counts the lines: the plan, with every token kept, and with a KV head per query head."""
     at, model, storage = lengths(plan), plan.geometry, plan.storage
-    policy = dataclasses.replace(storage.policy, ring=False)
+    policy = storage.policy.keeping_all()
     keep_all = dataclasses.replace(storage, policy=policy)
     out = [_line(f"{model.name}, {storage.dtype}", BLUE, "-", at, storage, model)]
-    if any(storage.policy.is_ring(layer) for layer in model.layers):
+    if storage.policy.layouts(model.layers) != policy.layouts(model.layers):
         out.append(_line("with every token kept in every layer", GREEN, "-.", at, keep_all, model))
     if plan.per_head_bytes_per_token != plan.bytes_per_token:
         label = "the same, with a KV head per query head"

@@ -44,7 +44,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "nbytes": device.nbytes,
             "physical_nbytes": device.physical_nbytes,
         },
-        "layers": [_group(plan, group) for group in plan.groups],
+        "layers": [_group(group) for group in plan.groups],
         "parameters": plan.geometry.parameters,
         "weight_bytes": plan.weight_bytes,
         "fit": None
@@ -61,7 +61,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _group(plan: Plan, group: Group) -> dict[str, Any]:
+def _group(group: Group) -> dict[str, Any]:
     layer, spec = group.layer, group.layer.spec
     return {
         "kind": layer.kind,
@@ -72,7 +72,7 @@ def _group(plan: Plan, group: Group) -> dict[str, Any]:
         "value_width": None if spec is None else spec.value_width,
         "value_in_key": spec is not None and spec.value_offset is not None,
         "window": layer.window,
-        "layout": None if spec is None else str(plan.storage.policy.layout(layer)),
+        "layout": None if group.layout is None else str(group.layout),
         "slots": group.slots,
         "bytes_per_token": group.bytes_per_token,
         "bytes_per_sequence": group.sequence_bytes,

@@ -82,6 +82,23 @@ def test_json_of_codecs_and_layouts() -> None:
     assert [layer["slots"] for layer in paged["layers"]] == [8192, 8192]
 
 
+@pytest.mark.parametrize(
+    ("windows", "layout", "slots"),
+    [
+        ("ring:512", "Ring(window=512, pinned=0, spare=0)", 512),
+        ("sinks:508+16", "Ring(window=508, pinned=4, spare=16)", 528),
+        ("pages:16x300", "Paged(size=16, pages=300)", 8192),
+    ],
+)
+def test_json_of_other_policies(windows: str, layout: str, slots: int) -> None:
+    options = ("--context", "8190", "--batch", "7", "--windows", windows)
+    found = json.loads(run("llama3-8b", "--json", *options).stdout)
+    assert found["windows"] == windows
+    (layer,) = found["layers"]
+    assert (layer["layout"], layer["slots"]) == (layout, slots)
+    assert found["cache"]["bytes_per_sequence"] == slots * 131_072
+
+
 def test_tables_for_people() -> None:
     result = run("llama3-8b", "--chip", "h100", "--context", "8192")
     assert result.exit_code == 0
@@ -121,7 +138,8 @@ def test_no_name_lists_the_presets() -> None:
         ("gpt2-xl --dtype int3", "dtype 'int3'"),
         ("gpt2-xl --dtype fp8:32", "dtype 'fp8:32'"),
         ("gpt2-xl --weights lots", "size 'lots'"),
-        ("gpt2-xl --windows ring", "window policy 'ring'"),
+        ("gpt2-xl --windows ring", "window policy 'ring': want ring:W, ring:W+S"),
+        ("gpt2-xl --windows snapkv:512", "want snapkv:Z+R, snapkv:Z+R/pyramid"),
         ("gpt2-xl --context 0", "context 0"),
         ("gpt2-xl --plot nowhere/a.png", "no folder"),
     ],

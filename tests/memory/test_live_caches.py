@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,10 +20,11 @@ from jaxkv.cache.kivi import Kivi
 from jaxkv.cache.layer_cache import create_layer
 from jaxkv.cache.model_cache import ModelCache, gather_layers
 from jaxkv.cache.paged import Paged
-from jaxkv.cache.policies import POLICIES as POLICIES_BY_NAME
+from jaxkv.cache.policies import H2O, TOVA, SnapKV, pyramid_budgets
 from jaxkv.cache.quantised import Float8, Int4, Int8
 from jaxkv.cache.ring import Ring
 from jaxkv.cache.spec import KVSpec
+from jaxkv.core.visibility import Visibility
 from jaxkv.memory.chips import CHIPS
 from jaxkv.memory.counting import Storage
 from jaxkv.memory.planner import plan
@@ -68,34 +70,48 @@ GROUPED: dict[str, Codec] = {
     "kivi2:2": Kivi(2, 2, dtype=jnp.bfloat16),
     "kivi8:4": Kivi(8, 4, dtype=jnp.bfloat16),
 }
-POLICIES = ("window", "full", "pages:4", "h2o:5", "tova:20")
+# What a layer of window W, or of none, keeps; budgets by layer are those of layers without one.
+POLICIES: dict[str, Callable[[int | None], Layout]] = {
+    "window": lambda w: Ring(w) if w else Contiguous(),
+    "full": lambda w: Contiguous(),
+    "pages:4": lambda w: Paged(4),
+    "h2o:5": lambda w: Ring(w) if w else Evicting(5, H2O()),
+    "tova:20": lambda w: Ring(w) if w else Evicting(20, TOVA()),
+    "window+3": lambda w: Ring(w, spare=3) if w else Contiguous(),
+    "ring:5": lambda w: Ring(min(w or 5, 5)),
+    "ring:4+2": lambda w: Ring(min(w or 4, 4), spare=2),
+    "sinks:4": lambda w: Ring(4) if w == 4 else Ring(4, pinned=4),
+    "sinks:3+2": lambda w: Ring(3, pinned=4, spare=2),
+    "pages:4x8": lambda w: Paged(4, pages=8),
+    "snapkv:3+5": lambda w: Ring(w) if w else Evicting(3, SnapKV(), room=5),
+}
+PYRAMIDS: dict[str, Callable[[int], Layout]] = {
+    "h2o:5/pyramid": lambda budget: Evicting(budget, H2O()),
+    "snapkv:5+2/pyramid": lambda budget: Evicting(budget, SnapKV(), room=2),
+}
+EVERY = (*POLICIES, *PYRAMIDS)
 
 
-def layout_of(layer: LayerSpec, policy: str) -> Layout:
-    if policy.startswith("pages:"):
-        return Paged(int(policy.removeprefix("pages:")))
-    kept, _, budget = policy.partition(":")
-    if kept in POLICIES_BY_NAME and layer.window is None:
-        return Evicting(int(budget), POLICIES_BY_NAME[kept]())
-    return Contiguous() if policy == "full" or layer.window is None else Ring(layer.window)
+def layouts_of(model: ModelGeometry, policy: str) -> list[Layout]:
+    windows = [layer.window for layer in model.layers if layer.spec is not None]
+    if policy in POLICIES:
+        return [POLICIES[policy](window) for window in windows]
+    choosing = windows.count(None)
+    budgets = iter(pyramid_budgets(5, choosing) if choosing else [])
+    return [Ring(w) if w else PYRAMIDS[policy](next(budgets)) for w in windows]
 
 
 def real_cache(
     model: ModelGeometry, dtype: str, policy: str, batch: int, capacity: int, lanes: int = 1
 ) -> ModelCache:
     """Allocates a cache layer by layer."""
+    specs = [layer.spec for layer in model.layers if layer.spec is not None]
     return gather_layers(
         [
             create_layer(
-                layer.spec,
-                {**CODECS, **GROUPED}[dtype],
-                batch,
-                capacity,
-                layout=layout_of(layer, policy),
-                lanes=lanes,
+                spec, {**CODECS, **GROUPED}[dtype], batch, capacity, layout=layout, lanes=lanes
             )
-            for layer in model.layers
-            if layer.spec is not None
+            for spec, layout in zip(specs, layouts_of(model, policy), strict=True)
         ]
     )
 
@@ -108,21 +124,22 @@ def live_bytes(tree: object) -> int:
 def covering() -> list[Any]:
     """Lets every two of model, policy and codec meet; `-m full` runs all three of each."""
     names, codecs = list(MODELS), list(CODECS)
-    every = itertools.product(range(len(names)), range(len(POLICIES)), range(len(codecs)))
+    every = itertools.product(range(len(names)), range(len(EVERY)), range(len(codecs)))
     return [
         pytest.param(
-            *(names[i], POLICIES[j], codecs[k]),
+            *(names[i], EVERY[j], codecs[k]),
             marks=[] if (i + j + k) % len(codecs) == 0 else pytest.mark.full,
         )
         for i, j, k in every
     ]
 
 
-# As many models as codecs, and more than policies: a Latin square.
-assert len(MODELS) == len(CODECS) >= len(POLICIES)
+# As many models as codecs: each policy meets every one of both.
+assert len(MODELS) == len(CODECS)
 GRID = covering()
 GRID += [("gqa", "full", dtype) for dtype in GROUPED]
 GRID += [(name, "pages:4", "kivi:4") for name in ("gqa", "mla", "tied")]
+GRID += [(name, "pages:4x8", dtype) for name in ("gqa", "mla") for dtype in ("kivi:4", "kivi2:2")]
 
 
 @pytest.mark.parametrize(("name", "policy", "dtype"), GRID)
@@ -139,7 +156,9 @@ def test_planned_bytes_are_those_of_a_short_row(name: str, policy: str, dtype: s
     cache = real_cache(MODELS[name], dtype, policy, 1, 3)
     found = plan(MODELS[name], context=3, dtype=dtype, policy=policy)
     assert found.nbytes == live_bytes(cache)
-    assert found.sequence_bytes == live_bytes(cache.layers)
+    # Of a pool a row counts the pages that it takes.
+    alone = real_cache(MODELS[name], dtype, policy.removesuffix("x8"), 1, 3)
+    assert found.sequence_bytes == live_bytes(alone.layers)
 
 
 @pytest.mark.parametrize(("name", "policy", "dtype"), GRID)
@@ -154,8 +173,16 @@ def test_planned_bytes_are_those_of_a_live_cache_with_lanes(
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 2), (4, 1), (1, 2)])
-@pytest.mark.parametrize("policy", ["window", "pages:4"])
-@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4:8"])
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        *itertools.product(["bf16", "int8", "int4:8"], ["window", "pages:4"]),
+        ("int8", "sinks:3+2"),
+        ("int4:8", "pages:4x8"),
+        ("bf16", "h2o:5"),
+        ("int8", "snapkv:5+2/pyramid"),
+    ],
+)
 def test_planned_bytes_of_a_device_are_those_on_a_mesh(
     dtype: str, policy: str, data: int, tensor: int
 ) -> None:
@@ -183,7 +210,7 @@ def test_planned_bytes_of_a_device_are_those_on_a_mesh(
     assert found.nbytes == live_bytes(cache)
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p in ("window", "full", "pages:4")])
+@pytest.mark.parametrize("policy", ["window", "window+3", "full", "pages:4"])
 def test_what_fits_is_as_large_as_memory_allows(policy: str) -> None:
     model, storage = MODELS["gemma3"], Storage("int8", SlotPolicy.parse(policy), CHIPS["v5e"])
 
@@ -215,9 +242,13 @@ def test_planned_bytes_are_those_of_a_model_whose_last_layers_read_others() -> N
     assert found.notes[0] == "3 layers read what others keep, which is counted once."
 
 
-def test_a_row_that_gives_tokens_up_never_outgrows_its_memory() -> None:
-    storage = Storage("int8", SlotPolicy.parse("h2o:5"), CHIPS["v5e"])
-    enough = real_cache(MODELS["gemma3"], "int8", "h2o:5", 1, 40, 128).physical_nbytes("v5e")
+FORGETTING = ["h2o:5", "ring:4+2", "sinks:4", "snapkv:5+2/pyramid"]
+
+
+@pytest.mark.parametrize("policy", FORGETTING)
+def test_a_row_that_gives_tokens_up_never_outgrows_its_memory(policy: str) -> None:
+    storage = Storage("int8", SlotPolicy.parse(policy), CHIPS["v5e"])
+    enough = real_cache(MODELS["gemma3"], "int8", policy, 1, 40, 128).physical_nbytes("v5e")
     assert storage.longest_context(MODELS["gemma3"], enough) is None
 
 
@@ -225,6 +256,85 @@ def test_a_ring_of_groups_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"Ring\(window=5.* with Kivi\(.* fits Contiguous\(\)"):
         plan(MODELS["gemma3"], context=13, dtype="kivi:4")
     assert plan(MODELS["gemma3"], context=13, dtype="kivi:4", policy="full").nbytes
+
+
+@pytest.mark.parametrize("policy", ["ring:5", "sinks:4", "h2o:5/pyramid", "pages:6x7"])
+def test_what_keeps_no_whole_groups_is_refused_alike(policy: str) -> None:
+    with pytest.raises(ValueError, match=r"with Kivi\(.* fits Contiguous\(\)") as error:
+        plan(MODELS["gqa"], context=13, dtype="kivi:4", policy=policy)
+    assert "--windows" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(("form", "policy"), [("h2o:{}", H2O()), ("snapkv:{}+2", SnapKV())])
+def test_budgets_by_head_take_the_slots_of_the_largest(
+    form: str, policy: H2O | SnapKV, dtype: str
+) -> None:
+    layout = Evicting((3, 6), policy, room=2 if isinstance(policy, SnapKV) else 0)
+    cache = create_layer(KVSpec(2, 24, 16), CODECS[dtype], 3, 13, layout=layout)
+    model = geometry(LayerSpec("full", 6, KVSpec(2, 24, 16)))
+    for largest in (5, 6, 7):
+        found = plan(model, context=13, batch=3, dtype=dtype, policy=form.format(largest))
+        assert (found.nbytes == live_bytes(cache)) == (largest == 6)
+
+
+def test_a_smaller_window_needs_no_more_than_its_own_ring() -> None:
+    # What queries see through a ring of 9 and pinned tokens is what one of their window shows.
+    for window in (1, 4, 9):
+        rule = Visibility(window=window)
+        assert Ring(9, pinned=4, spare=2).narrowed(rule) == Ring(window).narrowed(rule) == rule
+    assert Ring(9, pinned=4).narrowed(Visibility(window=10)) == Visibility(window=9, pinned=4)
+
+
+def test_a_model_with_budgets_by_layer_is_the_plan_to_the_byte() -> None:
+    full = functools.partial(GroupedQueryAttention, num_heads=4, num_kv_heads=2, head_dim=8)
+    built = nnx.eval_shape(lambda: Decoder(11, 12, 4, [full] * 4, rngs=nnx.Rngs(0)))
+    budgets = pyramid_budgets(6, 4)
+    assert len(set(budgets)) == 4
+    layouts = [Evicting(budget, SnapKV(), room=3) for budget in budgets]
+    cache = built.init_cache(3, 20, layout=layouts, codec=Int4())
+    model = geometry(*(LayerSpec("full", 4, KVSpec(2, 8, 8)),) * 4)
+    found = plan(model, context=20, batch=3, dtype="int4", policy="snapkv:6+3/pyramid")
+    assert found.nbytes == cache.nbytes == live_bytes(cache)
+    assert [group.slots for group in found.groups] == [budget + 3 for budget in budgets]
+    # Heads of 4 + 4 bytes of codes and 2 scales; an order for each slot.
+    slots = sum(budgets) + 4 * 3
+    assert found.sequence_bytes == slots * 2 * (4 + 4 + 2 * 4)
+    assert found.nbytes == 3 * (found.sequence_bytes + slots * 2 * 4 + 4 * (6 + 4))
+
+
+def test_rings_by_hand() -> None:
+    found = plan(MODELS["gemma3"], context=100, batch=4, policy="sinks:6+2", dtype="int8")
+    # Windows of 5 in 5 layers and 6 in one, with 2 spare slots each and 4 pinned ones in the last.
+    slot = 2 * (24 + 24 + 2 * 4)
+    assert found.sequence_bytes == (5 * (5 + 2) + 6 + 4 + 2) * slot
+    # Lengths, flags and a high-water mark, once for each kind of ring.
+    assert found.nbytes == 4 * (found.sequence_bytes + 2 * (6 + 4))
+    assert [str(group.layout) for group in found.groups] == [
+        "Ring(window=5, pinned=0, spare=2)",
+        "Ring(window=6, pinned=4, spare=2)",
+    ]
+
+
+def test_a_pool_by_hand() -> None:
+    model = MODELS["gqa"]
+    found = plan(
+        model, context=100, batch=9, policy="pages:16x30", dtype="int8", chip=CHIPS["h200"]
+    )
+    token = 2 * 2 * (24 + 16 + 2 * 4)
+    # 30 pages, however many rows; lengths, flags and 7 pages of a table for each row.
+    assert found.nbytes == 30 * (16 * token + 4) + 9 * (6 + 7 * 4)
+    # A row of its own takes 7 pages, so the pool has room for 4 that share none.
+    assert found.sequence_bytes == 7 * 16 * token
+    assert found.fit is not None
+    assert (found.fit.sequences, found.fit.longest_context) == (4, 30 * 16)
+    assert found.notes[0].startswith(
+        "All rows share a pool of 30 pages of 16 tokens: room for 4 rows of 100 tokens"
+    )
+    halves = plan(model, context=100, batch=9, policy="pages:16x30", devices={"data": 2})
+    assert "room for 4 rows" in halves.notes[0]
+    with pytest.raises(ValueError, match="30 pages on 4 data devices: want a multiple"):
+        plan(model, context=100, policy="pages:16x30", devices={"data": 4})
 
 
 def test_a_residual_by_hand() -> None:

@@ -4,18 +4,20 @@
 import dataclasses
 import io
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from jaxkv.cache.policies import POLICIES
 from jaxkv.cache.quantised import Float8, Int4, Int8
 from jaxkv.cache.spec import KVSpec
 from jaxkv.memory.chips import CHIPS, find_chip
 from jaxkv.memory.counting import Storage, device_spec
 from jaxkv.memory.planner import Plan, plan
 from jaxkv.memory.plot import draw, lengths, lines
-from jaxkv.memory.policy import SlotPolicy
+from jaxkv.memory.policy import FORMS, SlotPolicy
 from jaxkv.memory.table import tables
 from jaxkv.memory.units import DECIMAL, format_bytes, parse_bytes
 from jaxkv.models.geometry import LayerSpec, ModelGeometry
@@ -145,8 +147,15 @@ def test_notes_name_idle_devices_and_long_contexts() -> None:
         ({"devices": {"model": 2}}, r"unknown device axes \['model'\]"),
         ({"devices": {"tensor": 0}}, "at least 1 on each axis"),
         ({"devices": {"tensor": 3}}, "32 query heads do not divide over 3"),
-        ({"policy": "ring"}, "window policy 'ring': want window, full, pages:Z"),
-        ({"policy": "pages:0"}, "window policy 'pages:0'"),
+        ({"policy": "rings"}, "window policy 'rings': want window, full, pages:Z, pages:ZxP, win"),
+        ({"policy": "pages:0"}, "window policy 'pages:0': want pages:Z, pages:ZxP, with a number"),
+        ({"policy": "pages:16x0"}, "window policy 'pages:16x0'"),
+        ({"policy": "pages:16+2"}, "want pages:Z, pages:ZxP, with"),
+        ({"policy": "ring"}, r"window policy 'ring': want ring:W, ring:W\+S, with a number for"),
+        ({"policy": "ring:²"}, "window policy 'ring:²'"),
+        ({"policy": "ring:9999999999999"}, "window policy 'ring:9999999999999'"),
+        ({"policy": "snapkv:512"}, r"'snapkv:512': want snapkv:Z\+R, snapkv:Z\+R/pyramid, with"),
+        ({"policy": "h2o:512+9"}, "'h2o:512\\+9': want h2o:Z, h2o:Z/pyramid, with"),
     ],
 )
 def test_bad_settings_are_named(arguments: dict, word: str) -> None:
@@ -157,26 +166,36 @@ def test_bad_settings_are_named(arguments: dict, word: str) -> None:
 def test_heads_and_devices_that_divide_neither_way() -> None:
     with pytest.raises(ValueError, match="6 KV heads and 4 tensor devices"):
         plan(model(LayerSpec("full", 12, KVSpec(6, 8, 8))), devices={"tensor": 4})
-    with pytest.raises(ValueError, match="at least 1"):
-        SlotPolicy(ring=False, page=0)
-    with pytest.raises(ValueError, match="ring=False"):
-        SlotPolicy(page=16)
 
 
 @pytest.mark.parametrize("context", [1, 5, 15, 16, 17, 70])
 def test_slots_of_layers(context: int) -> None:
     window, shared = LayerSpec("window", 4, KVSpec(4, 8, 8), window=16), LayerSpec("shared", 4)
-    assert SlotPolicy().slots(window, context) == min(context, 16)
-    assert SlotPolicy(ring=False).slots(window, context) == context
+    parse = SlotPolicy.parse
+    assert parse("window").slots(window, context) == min(context, 16)
+    assert parse("full").slots(window, context) == context
+    for text, slots in {"ring:9": 9, "ring:40": 16, "ring:16+3": 19, "sinks:9+1": 14}.items():
+        assert parse(text).slots(window, context) == min(context, slots)
+    full = LayerSpec("full", 4, KVSpec(4, 8, 8))
+    for text, slots in {"ring:9": 9, "sinks:12": 16, "snapkv:12+5": 17, "h2o:9/pyramid": 9}.items():
+        assert parse(text).slots(full, context) == min(context, slots)
+    assert parse("pages:3x2").slots(full, context) == parse("pages:3").slots(full, context)
     for page in (1, 3, 16):
         slots = SlotPolicy.parse(f"pages:{page}").slots(window, context)
         assert slots == len({token // page for token in range(context)}) * page
-    assert SlotPolicy().slots(shared, context) == 0
+    assert parse("window").slots(shared, context) == 0
 
 
 def test_policies_read_as_they_write() -> None:
-    for text in ("window", "full", "pages:16"):
+    for form in FORMS:
+        text = re.sub("[A-Z]", lambda letter: str(ord(letter[0])), form)
         assert str(SlotPolicy.parse(text)) == text
+    assert SlotPolicy.parse("pages:016") == SlotPolicy.parse("pages:16")
+
+
+def test_every_policy_of_an_evicting_cache_has_a_form() -> None:
+    names = {form.partition(":")[0] for form in FORMS}
+    assert names >= POLICIES.keys()
 
 
 def test_sizes_are_written_and_read_with_their_units() -> None:
@@ -256,6 +275,38 @@ def test_notes_say_what_is_assumed_of_layouts_and_scales() -> None:
     assert any("1.969 times smaller" in note for note in paged)
     assert not any("Window" in note for note in plan(load_geometry("llama3-8b")).notes)
     assert plan(gemma, policy="full").notes == ()
+
+
+def test_notes_say_what_is_forgotten_and_what_there_is_room_for() -> None:
+    gemma, llama = load_geometry("gemma3-1b"), load_geometry("llama3-8b")
+    assert plan(llama, policy="ring:512").notes == ("Every layer keeps its last 512 tokens.",)
+    spare, smaller = "A ring has 16 spare slots", "; one with a smaller window of its own keeps"
+    sinks = plan(gemma, policy="sinks:1000+16").notes
+    assert "last 1,000 tokens and its first 4" + smaller in sinks[0] and spare in sinks[1]
+    assert spare in plan(gemma, policy="window+16").notes[1]
+    assert plan(llama, policy="window+16").notes == ()
+    pyramid = plan(gemma, policy="snapkv:1024+256/pyramid").notes
+    assert "Window layers are counted with their window only" in pyramid[0]
+    assert "from 1,997 tokens" in pyramid[1] and "to 51 in the last" in pyramid[1]
+    assert pyramid[2].endswith("before a row is full: 256.")
+
+
+def test_layers_of_a_pyramid_are_told_apart() -> None:
+    gemma = plan(load_geometry("gemma3-1b"), policy="h2o:1024/pyramid")
+    slots = [(group.count, group.slots) for group in gemma.groups]
+    assert slots == [(22, 512), (1, 1997), (1, 1348), (1, 700), (1, 51)]
+    assert sum(size for count, size in slots if count == 1) == 4 * 1024
+
+
+def test_picture_bends_where_a_layer_is_full() -> None:
+    model = load_geometry("llama3-8b")
+    for policy, full in {"ring:700": 700, "snapkv:500+99": 599, "sinks:700+9": 713}.items():
+        found = plan(model, policy=policy)
+        kept, every, _ = lines(found)
+        assert full in lengths(found) and "every token" in every.label
+        assert kept.sequence_bytes[-1] == full * 131_072
+        assert every.sequence_bytes[-1] == 8192 * 131_072
+    assert len(lines(plan(model, policy="pages:16x300"))) == 2
 
 
 def test_picture_of_pages_is_of_pages() -> None:
