@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ from jaxkv.cache.spec import KVSpec
 from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
 
+Pair = tuple[jax.Array, jax.Array]  # of stored tokens, and of a step's own
+HIGHEST = float(np.finfo(np.float32).max)
 # Calls of more new tokens than this share of the slots write all of these in one pass.
 FEW = 8
 
@@ -162,13 +165,11 @@ class Evicting(Layout):
         else:
             free = jnp.sum((order < 0).astype(jnp.int32), axis=2)
             fit = jnp.minimum(count, jnp.min(free, axis=1))
-        rank = self._orders(index, length)
-        weight = None if index.state.weight is None else jnp.zeros(rank.shape, jnp.float32)
         after = dataclasses.replace(
             index, lengths=index.lengths + fit, overflowed=index.overflowed | (fit < count)
         )
         plan = Plan(index.lengths, count, None, _no_jobs(index), after)
-        return self._chosen(index, slots, plan, rank.astype(jnp.float32), weight, length)
+        return self._chosen(index, slots, plan, length, None)
 
     def observed(self, length: int) -> int:
         """How many of a call's last queries, of T = `length`, have to be weighed."""
@@ -186,64 +187,73 @@ class Evicting(Layout):
           old: float32 `[B, heads, S]`, of stored tokens.
           new: float32 `[B, heads, T]`, of the step's own.
         """
-        assert self.policy is not None
-        length = new.shape[2]
         if index.state.weight is not None:
             old = old + index.state.weight
-        weight = jnp.concatenate([old, new], axis=2)
-        order = self._orders(index, length)
-        there = order < plan.after.lengths[:, None, None]
-        order = jnp.where(there, order, -1)
-        rank = self.policy.rank(weight, order, plan.after.lengths, min(max(self._budgets()), slots))
-        return self._chosen(index, slots, plan, rank, weight, length)
-
-    def _orders(self, index: Index, length: int) -> jax.Array:
-        """Lists orders of stored tokens and of a step's own: int32 `[B, heads, S + T]`."""
-        new = index.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-        old = index.state.order
-        new = jnp.broadcast_to(new[:, None], (*old.shape[:2], length))
-        return jnp.concatenate([old, new], axis=2)
+        return self._chosen(index, slots, plan, new.shape[2], (old, new))
 
     def _chosen(
         self,
         index: Index,
         slots: int,
         plan: Plan,
-        rank: jax.Array,
-        weight: jax.Array | None,
         length: int,
+        weights: tuple[jax.Array, jax.Array] | None,
     ) -> Plan:
-        """Evicts what ranks lowest, and gives the step's own tokens that stay their slots."""
+        """Evicts what ranks lowest, and gives the step's own tokens that stay their slots.
+
+        Without weights the oldest rank lowest. Stored and new tokens are put together only to be
+        ranked: a step's temporaries would be several times the state's size.
+        """
         state, end = index.state, plan.after.lengths
-        order = self._orders(index, length)
-        live = (order >= 0) & (order < end[:, None, None])
-        lone = length == 1 and not self.room  # at most one is too many
-        kept = live & ~_lowest(rank, order, live, self._allowed(slots, length, plan.count), lone)
-        old, new = kept[..., :slots], kept[..., slots:]
-        to = _nth_free(~old, jnp.cumsum(new.astype(jnp.int32), axis=2))
-        to = jnp.where(new, to, slots)
-        source = _inverse(to, slots)
-        arrived = source >= 0
-        at = jnp.where(arrived, slots + source, lax.broadcasted_iota(jnp.int32, source.shape, 2))
-        taken = arrived | old
-        evicted = jnp.any(live & ~kept, axis=(1, 2))
-        after = Kept(
-            jnp.where(taken, jnp.take_along_axis(order, at, axis=2), -1),
-            None
-            if state.weight is None or weight is None
-            else jnp.where(taken, jnp.take_along_axis(weight, at, axis=2), 0.0),
-            jnp.where(evicted, end, state.mark),
+        new_order = index.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        new_order = jnp.broadcast_to(new_order[:, None], (*state.order.shape[:2], length))
+        live = state.order >= 0, new_order < end[:, None, None]
+        old, new = live
+        if self.policy is not None and self.policy.evicts(length):
+            orders = state.order, jnp.where(new, new_order, -1)
+            ranks = orders if weights is None else self._ranks(weights, orders, end, slots)
+            allowed = self._allowed(slots, plan.count)
+            # At most one is too many: no need to sort.
+            lowest = _lowest_one if length == 1 and not self.room else _lowest
+            gone = lowest(ranks, orders, allowed)
+            old, new = old & ~gone[0], new & ~gone[1]
+        to = jnp.where(new, _nth_free(~old, jnp.cumsum(new.astype(jnp.int32), axis=2)), slots)
+        few = length * FEW <= slots
+        source = None if few else _inverse(to, slots)
+        evicted = (
+            jnp.any(was & ~now, axis=(1, 2)) for was, now in zip(live, (old, new), strict=True)
         )
-        jobs = _jobs(to, slots) if length * FEW <= slots else Fill(source)
+        weight = state.weight
+        if weight is not None and weights is not None:
+            weight = _put(jnp.where(old, weights[0], 0.0), weights[1], to, source)
+        after = Kept(
+            _put(jnp.where(old, state.order, -1), new_order, to, source),
+            weight,
+            jnp.where(functools.reduce(jnp.logical_or, evicted), end, state.mark),
+        )
+        jobs = _jobs(to, slots) if source is None else Fill(source)
         return dataclasses.replace(
             plan, jobs=jobs, after=dataclasses.replace(plan.after, state=after)
         )
 
-    def _allowed(self, slots: int, length: int, count: jax.Array) -> jax.Array:
-        """Tells how many tokens may stay after a call: int32 `[B, heads or 1]`."""
+    def _ranks(self, weights: Pair, orders: Pair, end: jax.Array, slots: int) -> Pair:
+        """Ranks stored and new tokens by their weights."""
+        assert self.policy is not None
+        budget = min(max(self._budgets()), slots)
+        if self.policy.by_itself:
+            old, new = (
+                self.policy.rank(weight, order, end, budget)
+                for weight, order in zip(weights, orders, strict=True)
+            )
+            return old, new
+        weight, order = (jnp.concatenate(x, axis=2) for x in (weights, orders))
+        rank = self.policy.rank(weight, order, end, budget)
+        return rank[..., :slots], rank[..., slots:]
+
+    def _allowed(self, slots: int, count: jax.Array) -> jax.Array:
+        """Tells how many tokens may stay after a call that evicts: int32 `[B, heads or 1]`."""
+        assert self.policy is not None
         every = jnp.full((count.shape[0], 1), slots, jnp.int32)
-        if self.policy is None or not self.policy.evicts(length):
-            return every
         budgets = jnp.asarray(np.minimum(self._budgets(), slots)[None], jnp.int32)
         return jnp.where(self.policy.compresses(count)[:, None], budgets, every)
 
@@ -320,27 +330,53 @@ class Evicting(Layout):
         return dataclasses.replace(emptied_rows(index, rows), state=state)
 
 
-def _lowest(
-    rank: jax.Array, order: jax.Array, live: jax.Array, allowed: jax.Array, lone: bool
-) -> jax.Array:
-    """Marks the live ones of lowest rank beyond what is allowed: bool `[B, heads, C]`."""
+def _lowest(ranks: Pair, orders: Pair, allowed: jax.Array) -> Pair:
+    """Marks the tokens (order >= 0), stored and new, of lowest rank beyond what is allowed."""
+    rank, order = (jnp.concatenate(x, axis=2) for x in (ranks, orders))
+    live = order >= 0
     number = jnp.sum(live.astype(jnp.int32), axis=2)
     extra = jnp.maximum(number - allowed, 0)[..., None]
-    if lone:  # no need to sort
-        most = float(jnp.finfo(jnp.float32).max)
-        lowest = jnp.argmin(jnp.where(live, jnp.minimum(rank, most), jnp.inf), axis=2)
-        place = lax.broadcasted_iota(lowest.dtype, rank.shape, 2)
-        return live & (place == lowest[..., None]) & (extra > 0)
     # The dead stand before all others, and of equal ranks the older token.
     place = _inverse(jnp.lexsort((order, rank, live), axis=2), rank.shape[2])
-    return live & (place < rank.shape[2] - number[..., None] + extra)
+    gone = live & (place < rank.shape[2] - number[..., None] + extra)
+    slots = ranks[0].shape[2]
+    return gone[..., :slots], gone[..., slots:]
+
+
+def _lowest_one(ranks: Pair, orders: Pair, allowed: jax.Array) -> Pair:
+    """Does what `_lowest` does where at most one token is too many, of which one is new."""
+    live = [order >= 0 for order in orders]
+    number = sum(jnp.sum(x.astype(jnp.int32), axis=2) for x in live)
+    extra = (number > allowed)[..., None]
+    # A rank of infinity comes before what is not there.
+    ranks = tuple(
+        jnp.where(x, jnp.minimum(rank.astype(jnp.float32), HIGHEST), jnp.inf)
+        for x, rank in zip(live, ranks, strict=True)
+    )
+    old, new = (jnp.min(rank, axis=2, keepdims=True) for rank in ranks)
+    place = lax.broadcasted_iota(jnp.int32, ranks[0].shape, 2)
+    first = jnp.argmin(ranks[0], axis=2, keepdims=True).astype(jnp.int32)
+    return live[0] & extra & (old <= new) & (place == first), live[1] & extra & (new < old)
 
 
 def _nth_free(free: jax.Array, number: jax.Array) -> jax.Array:
     """Finds the slot of the n-th free one, n from 1 on: int32, like `number`."""
+    if number.shape[2] == 1:
+        return jnp.argmax(free, axis=2, keepdims=True).astype(jnp.int32)
     count = jnp.cumsum(free.astype(jnp.int32), axis=2)
     find = jax.vmap(jax.vmap(jnp.searchsorted))
     return find(count, number).astype(jnp.int32)
+
+
+def _put(old: jax.Array, new: jax.Array, to: jax.Array, source: jax.Array | None) -> jax.Array:
+    """Puts `new [B, heads, T]` where `to` says, of which `source` (of many) is the inverse."""
+    if source is not None:
+        picked = jnp.take_along_axis(new, jnp.maximum(source, 0), axis=2)
+        return jnp.where(source >= 0, picked, old)
+    if new.shape[2] == 1:  # a pass over all slots, which fuses with what made `old`
+        return jnp.where(lax.broadcasted_iota(jnp.int32, old.shape, 2) == to, new, old)
+    b, k, _ = (lax.broadcasted_iota(jnp.int32, to.shape, axis) for axis in range(3))
+    return old.at[b, k, to].set(new, mode="drop")
 
 
 def _inverse(to: jax.Array, size: int) -> jax.Array:

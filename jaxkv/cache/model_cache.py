@@ -64,9 +64,10 @@ class ModelCache(Verbs):
 
     @property
     def context_capacity(self) -> int | None:
-        """Slots of each row's context, in tokens; `None` if there is none."""
-        slots = [r.slots for r, g in zip(self.layers, self.groups, strict=True) if g >= self.steps]
-        return min(slots, default=None)
+        """Tokens that each row's context may have; `None` if there is none."""
+        layers = [(g, r.slots) for g, r in zip(self.groups, self.layers, strict=True)]
+        limits = [self.layouts[g].limit(self.indices[g], n) for g, n in layers if g >= self.steps]
+        return min(limits, default=None)
 
     def open(
         self, length: int, lengths: jax.Array | None = None, segment_ids: jax.Array | None = None

@@ -19,10 +19,13 @@ class Policy(Protocol):
     Attributes:
       per_head: Each KV head keeps tokens of its own; else all heads of a layer keep the same.
       accumulates: The weight that a token got is added up over all calls, and stored.
+      by_itself: A token's rank does not depend on other tokens, so that stored and new ones may be
+        ranked apart, which saves a copy of both together.
     """
 
     per_head: ClassVar[bool]
     accumulates: ClassVar[bool]
+    by_itself: ClassVar[bool] = False
 
     def evicts(self, length: int) -> bool:
         """Says whether a call of T = `length` tokens may evict any."""
@@ -72,6 +75,7 @@ class H2O(Policy):
     recent: int | None = None
     per_head: ClassVar[bool] = True
     accumulates: ClassVar[bool] = True
+    by_itself: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_sizes(recent=self.recent)
@@ -100,6 +104,7 @@ class TOVA(Policy):
 
     per_head: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False
+    by_itself: ClassVar[bool] = True
 
     def evicts(self, length: int) -> bool:
         """Every call keeps to the budget."""

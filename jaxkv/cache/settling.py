@@ -81,7 +81,7 @@ def settle(
             # rows as there are devices, one on each, which are added below.
             rows = parts * call.query.shape[2] // N
             return tuple(
-                jnp.broadcast_to(x, (len(x), max(rows, x.shape[1]), x.shape[2])) for x in found
+                jnp.broadcast_to(x, (x.shape[0], max(rows, x.shape[1]), x.shape[2])) for x in found
             )
 
         old, new = local(weigh, in_axes, (by_head, by_head))(

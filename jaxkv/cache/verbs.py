@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxkv.cache.codecs import Codec
@@ -173,9 +174,16 @@ class Verbs:
                     for g, i in zip(groups, indices, strict=True)
                 ]
 
-            # A row that one group refuses is refused by all: layers agree on what a row holds.
+            # A row that one group refuses is refused by all: layers agree on what a row holds. It
+            # then gives up no pages either, for want of which a group may refuse another row.
+            def refusals(refused: jax.Array) -> jax.Array:
+                done = each(jnp.where(refused, 0, count))
+                return _any((refused, *(index.refused for index, _ in done)))
+
             lost = (g._replace(index=i).beyond(count) for g, i in zip(groups, indices, strict=True))
-            refused = _any((*(index.refused for index, _ in each(count)), *lost))
+            refused = refusals(_any(tuple(lost)))
+            if len(groups) > 1:
+                refused = _unchanging(refusals, refused)
             done = each(jnp.where(refused, 0, count))
             new = [dataclasses.replace(index, refused=refused) for index, _ in done]
             return tuple(map(flagged, new, indices)), tuple(m for _, m in done), refused
@@ -239,7 +247,10 @@ class Verbs:
         return self._taken(rows, len(self._parts()[1]))
 
     def _taken(self, rows: jax.Array, number: int, left: jax.Array | None = None) -> Self:
-        """Moves the rows of the first `number` groups; see `Layout.gather` for `left`."""
+        """Moves the rows of the first `number` groups.
+
+        `left` tokens of each row are kept at once after, as `Layout.gather` says; not of contexts.
+        """
         self.check_alive()
         layouts, indices, layers, groups = self._parts()
         batch = indices[0].lengths.shape[0]
@@ -252,8 +263,8 @@ class Verbs:
         # An older flag of a row must not hide that it is lost now.
         fresh = (dataclasses.replace(i, refused=jnp.zeros_like(i.refused)) for i in indices)
         taken = [
-            layout.gather(index, there, left)
-            for layout, index in zip(layouts[:number], fresh, strict=False)
+            layout.gather(index, there, left if group < self._extended() else None)
+            for group, (layout, index) in enumerate(zip(layouts[:number], fresh, strict=False))
         ]
         lost = _any(tuple(index.refused for index, _ in taken))
         raise_if(lost, lambda: "no page is left for copies of the last pages of rows")
@@ -456,6 +467,15 @@ def _any(flags: tuple[jax.Array, ...]) -> jax.Array:
     for flag in flags[1:]:
         out = out | flag
     return out
+
+
+def _unchanging(step: Callable[[jax.Array], jax.Array], flags: jax.Array) -> jax.Array:
+    """Repeats a step that only adds flags until it adds none."""
+
+    def more(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jnp.any(carry[0] != carry[1])
+
+    return lax.while_loop(more, lambda carry: (carry[1], step(carry[1])), (flags, step(flags)))[1]
 
 
 def _emptied(

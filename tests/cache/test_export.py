@@ -11,9 +11,20 @@ import pytest
 from jax import export
 
 from jaxkv.cache import (
+    H2O,
+    TOVA,
+    Codec,
     Contiguous,
+    Evicting,
+    Int4,
+    Int8,
+    LayerCache,
+    Layout,
     ModelCache,
+    Paged,
     Raw,
+    Ring,
+    SnapKV,
     create_layer,
     gather_layers,
     register_export,
@@ -61,6 +72,48 @@ def test_jax_17_an_exported_step_serves_any_batch_in_place() -> None:
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=1e-6)
     memory = step.lower(model(1), inputs(1)).compile().memory_analysis()
     assert memory.alias_size_in_bytes == model(1).nbytes
+
+
+ANY_BATCH: dict[str, Layout] = {
+    "ring": Ring(8),
+    "paged": Paged(4, pages=20),
+    "h2o": Evicting(8, H2O()),
+    "tova": Evicting(8, TOVA()),
+    "snapkv": Evicting(8, SnapKV(1), room=4),
+}
+
+
+@pytest.mark.parametrize("name", ANY_BATCH)
+@pytest.mark.parametrize("codec", [Raw(jnp.float32), Int8(), Int4()], ids=["raw", "int8", "int4"])
+def test_jax_17_every_layout_can_be_exported_for_any_batch(name: str, codec: Codec) -> None:
+    spec, heads = SPECS["gqa"]
+    how = scoring(spec)
+
+    def make(batch: int) -> LayerCache:
+        return create_layer(spec, codec, batch, 24, layout=ANY_BATCH[name])
+
+    def step(cache: LayerCache, given: Any) -> Any:
+        out, _, cache = cache.extend(*given, how)
+        return out, cache
+
+    (b,) = export.symbolic_shape("batch")
+    one, two = (jax.eval_shape(lambda n=n: make(n)) for n in (1, 2))
+
+    def symbolic(x: Any, y: Any) -> jax.ShapeDtypeStruct:
+        """Takes the axes whose size follows the batch; a pool of pages is as it is."""
+        shape = (b if m != n else n for m, n in zip(x.shape, y.shape, strict=True))
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    rng = np.random.default_rng(0)
+    shapes = [jax.eval_shape(lambda n=n: draw_tokens(rng, spec, heads, n, 1)) for n in (1, 2)]
+    made = export.export(jax.jit(step))(
+        jax.tree.map(symbolic, one, two), jax.tree.map(symbolic, *shapes)
+    )
+    loaded, given = export.deserialize(made.serialize()), draw_tokens(rng, spec, heads, 3, 1)
+    got, want = loaded.call(make(3), given), jax.jit(step)(make(3), given)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=1e-6)
 
 
 def test_an_open_step_and_a_lone_layer_can_be_exported() -> None:

@@ -159,3 +159,19 @@ def test_random_verbs_leave_the_same_rows_in_every_layer(name: str) -> None:
         machine,
         settings=settings(max_examples=60, stateful_step_count=16, print_blob=False),
     )
+
+
+def test_a_row_that_is_refused_gives_no_page_to_another() -> None:
+    layouts = (Ring(3), Paged(4, pages=5))
+    cache = gather_layers(
+        [create_layer(SPEC, Raw(jnp.float32), B, S, layout=layout) for layout in layouts]
+    )
+    for counts in ([5, 5, 0], [5, 3, 0], [2, 0, 0]):  # 12, 8 and 0 tokens: no page is left
+        names = np.ones((B, T), np.int32)
+        cache = _extended(cache, names, np.asarray(counts, np.int32))
+    cache = _share(cache, np.array([-1, -1, 1], np.int32), np.array([0, 0, 8], np.int32))
+    assert cache.lengths.tolist() == [12, 8, 8] and not cache.refused.any()
+    # The ring cannot take row 0 back, so its page is not there for row 1, whose last is shared.
+    back = _rollback(cache, np.array([8, 1, 0], np.int32))
+    assert [index.lengths.tolist() for index in back.indices] == [[12, 8, 8]] * 2
+    assert back.refused.tolist() == [True, True, False]

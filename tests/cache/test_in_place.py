@@ -13,12 +13,22 @@ import pytest
 from jaxkv.cache import (
     H2O,
     TOVA,
+    Codec,
+    Contiguous,
     Evicting,
+    Float8,
+    Int4,
+    Int8,
     Kivi,
     KVSpec,
     LayerCache,
+    Layout,
     ModelCache,
+    Paged,
+    Policy,
     Raw,
+    Ring,
+    SnapKV,
     create_layer,
     gather_layers,
 )
@@ -113,11 +123,63 @@ def test_jax_05_a_decode_step_of_a_model_is_in_place(kind: str, batch: int, dtyp
     assert_in_place(step, cache)
 
 
-@pytest.mark.parametrize("policy", [H2O(), TOVA()], ids=str)
-def test_a_step_that_evicts_is_in_place(policy: Any) -> None:
-    spec, layout = REAL["gqa"][0], Evicting(S, policy)
-    cache = jax.eval_shape(lambda: create_layer(spec, Raw(jnp.float32), 1, 8 * S, layout=layout))
-    assert_in_place(compiled(layer_step("gqa"), cache, new_tokens("gqa", 1, 1, jnp.float32)), cache)
+BF16 = Raw(jnp.bfloat16)
+# (record, layout, codec, batch): every layout with exact and with coded records, and every codec.
+PAIRS: list[tuple[str, Layout, Codec, int]] = [
+    ("gqa", Ring(S, pinned=4), BF16, 8),
+    ("gqa", Ring(S, pinned=4), Int4(), 8),
+    ("latent", Ring(S, pinned=4), Int8(), 8),
+    ("gqa", Paged(16), Raw(jnp.float32), 1),
+    ("gqa", Paged(64), Int4(), 8),
+    ("gqa", Paged(64), Kivi(4, dtype=jnp.bfloat16), 8),
+    ("latent", Paged(64), BF16, 8),
+    ("latent", Paged(16), Int8(), 1),
+    ("gqa", Contiguous(), Raw(jnp.float16), 8),
+    ("gqa", Contiguous(), Int4(32), 1),
+]
+MORE_PAIRS: list[tuple[str, Layout, Codec, int]] = [
+    ("gqa", Ring(S, pinned=4), Int8(), 1),
+    ("gqa", Ring(S, pinned=4), Float8(), 1),
+    ("latent", Ring(S, pinned=4), BF16, 1),
+    ("gqa", Paged(16), BF16, 8),
+    ("gqa", Paged(64), Float8(), 1),
+    ("gqa", Paged(256), BF16, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "codec", "batch"),
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.full) for pair in MORE_PAIRS)],
+    ids=str,
+)
+def test_every_layout_and_codec_is_in_place(
+    kind: str, layout: Layout, codec: Codec, batch: int
+) -> None:
+    cache = jax.eval_shape(lambda: create_layer(REAL[kind][0], codec, batch, 2 * S, layout=layout))
+    dtype = codec.dtype if isinstance(codec, Raw) else jnp.bfloat16
+    assert_in_place(compiled(layer_step(kind), cache, new_tokens(kind, batch, 1, dtype)), cache)
+
+
+@pytest.mark.parametrize(
+    ("policy", "codec", "batch"),
+    [
+        (H2O(), Raw(jnp.float32), 1),
+        (TOVA(), Raw(jnp.float32), 1),
+        (H2O(), Int8(), 8),
+        (H2O(), Int4(), 8),
+        (SnapKV(), Int8(), 8),
+    ],
+    ids=str,
+)
+def test_a_step_that_evicts_is_in_place(policy: Policy, codec: Codec, batch: int) -> None:
+    spec, slots = REAL["gqa"][0], 4 * S
+    room = 64 if isinstance(policy, SnapKV) else 0
+    layout = Evicting(slots - room, policy, room=room)
+    cache = jax.eval_shape(lambda: create_layer(spec, codec, batch, 8 * slots, layout=layout))
+    dtype = jnp.float32 if isinstance(codec, Raw) else jnp.bfloat16
+    step = compiled(layer_step("gqa"), cache, new_tokens("gqa", batch, 1, dtype))
+    # The attention that each token got of this step is float32 for each slot and head.
+    assert_in_place(step, cache, extra=4 * batch * spec.kv_heads * slots)
 
 
 @pytest.mark.parametrize(("kind", "batch", "dtype"), USUAL_FIRST)

@@ -82,6 +82,32 @@ def test_verbs_move_the_tokens_and_keep_the_context() -> None:
     assert cache.reset().indices[1].lengths.tolist() == [0, 0]
 
 
+def test_a_context_on_pages_is_whole_and_stays_so() -> None:
+    # Five tokens are a page of 4 and one of the next, behind the few tokens of a shared prefix.
+    cache = model().init_cache(B, 16, context_capacity=S, layout=jaxkv.Paged(4, pages=16))
+    assert cache.context_capacity == 8
+    _, cache = called(model(), TOKENS[:, :5], cache, context=CONTEXT)
+    shared = cache.share(jnp.array([-1, 0], jnp.int32), jnp.array([0, 3], jnp.int32))
+    assert [index.lengths.tolist() for index in shared.indices] == [[5, 3], [S, S]]
+    step, _ = called(model(), TOKENS[:, 5:6], shared)
+    prefix = jnp.concatenate([TOKENS[:1, :3], TOKENS[1:, 5:6]], axis=1)
+    assert_close(step[1, 0], called(model(), prefix, context=CONTEXT[:1])[0][0, 3])
+    same = cache.share(jnp.array([-1, -1], jnp.int32), jnp.array([0, 0], jnp.int32))
+    for one, other in zip(
+        jax.tree.leaves(same.indices), jax.tree.leaves(cache.indices), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_generate_reads_a_context_that_is_longer_than_a_page() -> None:
+    want = jaxkv.generate(model(), np.asarray(TOKENS), max_new_tokens=4, context=CONTEXT)
+    paged = model().init_cache(B, 16, context_capacity=S, layout=jaxkv.Paged(4))
+    made = jaxkv.generate(
+        model(), np.asarray(TOKENS), max_new_tokens=4, cache=paged, context=CONTEXT
+    )
+    np.testing.assert_array_equal(made.tokens, want.tokens)
+
+
 def test_generate_reads_the_context() -> None:
     made = jaxkv.generate(model(), np.asarray(TOKENS), max_new_tokens=4, context=CONTEXT)
     tokens = TOKENS
