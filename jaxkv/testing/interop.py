@@ -25,7 +25,7 @@ class Interop(Suite):
         def step(params: Any, x: Any, cache: Any) -> Any:
             return nnx.merge(graph, params)(x, cache=cache)
 
-        _, cache = call(attn, self.tokens(length=5), self.cache(attn))
+        _, cache = call(attn, self.tokens(length=5), self.ready(attn))
         x = self.tokens(length=1)
         exported = export.export(jax.jit(step))(params, x, cache)
         again = export.deserialize(bytearray(exported.serialize()))
@@ -36,7 +36,7 @@ class Interop(Suite):
 
     def test_a_saved_cache_comes_back(self, attn: Any, tmp_path: Path) -> None:
         checkpoint = pytest.importorskip("orbax.checkpoint")
-        _, cache = call(attn, self.tokens(length=5), self.cache(attn))
+        _, cache = call(attn, self.tokens(length=5), self.ready(attn))
         with checkpoint.StandardCheckpointer() as saver:
             saver.save(tmp_path / "cache", cache)
             saver.wait_until_finished()
@@ -48,7 +48,7 @@ class Interop(Suite):
     def test_the_linen_bridge_gives_the_same_names_and_output(self, attn: Any) -> None:
         linen = nnx.bridge.to_linen(lambda rngs: self.rotated(), skip_rng=False)
         x, (_, params) = self.tokens(length=5), pure(attn)
-        drawn = jax.eval_shape(linen.init, jax.random.key(0), x)
+        drawn = jax.eval_shape(lambda: linen.init(jax.random.key(0), x, **self.given()))
         names = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(unboxed(drawn))]
         want = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path({"params": params})]
         assert names == want
@@ -57,8 +57,8 @@ class Interop(Suite):
         def run(params: Any, x: Any, cache: Any) -> Any:
             return linen.apply({"params": params}, x, cache=cache)
 
-        y, cache = run(params, x, self.cache(attn))
-        expected, after = call(attn, x, self.cache(attn))
+        y, cache = run(params, x, self.ready(attn))
+        expected, after = call(attn, x, self.ready(attn))
         assert_close(y, expected)
         assert_trees_equal(np.asarray(cache.lengths), np.asarray(after.lengths))
 

@@ -16,6 +16,7 @@ from jaxkv.core.sharding import named
 from jaxkv.testing.suite import Suite, quick_jit
 from jaxkv.testing.tolerances import assert_close, assert_trees_close
 
+ROWS = ("batch", None, None)
 SHAPES = [(8, 1), (2, 4), (1, 8)]
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -28,7 +29,8 @@ class Meshes(Suite):
     def on_one_device(cls) -> Any:
         """What the sharded runs must give."""
         attn = cls.rotated(num_heads=8, head_dim=4)
-        return results(attn, cls.tokens(rows=8), attn.init_cache(8, cls.capacity))
+        given = cls().given(rows=8)
+        return results(attn, cls.tokens(rows=8), attn.init_cache(8, cls.capacity), given)
 
     @pytest.mark.parametrize("kind", list(KINDS))
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -42,10 +44,11 @@ class Meshes(Suite):
         with jax.set_mesh(mesh):
             cache = attn.init_cache(8, self.capacity)
             cache = jax.device_put(cache, cache.sharding(mesh))
-            x = jax.device_put(
-                self.tokens(rows=8), named(mesh, ("batch", None, None), (8, self.length, 16))
+            x, given = (
+                jax.tree.map(lambda a: jax.device_put(a, named(mesh, ROWS, a.shape)), arrays)
+                for arrays in (self.tokens(rows=8), self.given(rows=8))
             )
-            y, grads, after = results(placed(attn, mesh), x, cache)
+            y, grads, after = results(placed(attn, mesh), x, cache, given)
         want, expected, _ = on_one_device
         assert_close(y, want)
         assert_trees_close(grads, expected)
@@ -58,25 +61,25 @@ class Meshes(Suite):
 
 
 @quick_jit
-def decode(attn: Any, x: Any, cache: Any) -> Any:
+def decode(attn: Any, x: Any, cache: Any, given: Any) -> Any:
     """Continues a cache."""
-    return attn(x, cache=cache)
+    return attn(x, cache=cache, **given)
 
 
 @quick_jit
-def training_gradient(attn: Any, x: Any) -> Any:
+def training_gradient(attn: Any, x: Any, given: Any) -> Any:
     """Gives a loss's gradients, as plain arrays by parameter name."""
-    grads = jax.grad(lambda attn: jnp.mean(jnp.square(attn(x)[0])))(attn)
+    grads = jax.grad(lambda attn: jnp.mean(jnp.square(attn(x, **given)[0])))(attn)
     return nnx.to_pure_dict(nnx.state(grads))
 
 
-def results(attn: Any, x: Any, cache: Any) -> Any:
-    """Decodes in two chunks and differentiates a training loss."""
+def results(attn: Any, x: Any, cache: Any, given: Any) -> Any:
+    """Decodes in two chunks, of which the first has what is given, and differentiates a loss."""
     half, outs = x.shape[1] // 2, []
-    for part in (np.asarray(x)[:, :half], np.asarray(x)[:, half:]):
-        y, cache = decode(attn, jax.device_put(part, getattr(x, "sharding", None)), cache)
+    for part, more in ((np.asarray(x)[:, :half], given), (np.asarray(x)[:, half:], {})):
+        y, cache = decode(attn, jax.device_put(part, getattr(x, "sharding", None)), cache, more)
         outs.append(np.asarray(y))
-    grads = jax.tree.map(np.asarray, training_gradient(attn, x))
+    grads = jax.tree.map(np.asarray, training_gradient(attn, x, given))
     return np.concatenate(outs, axis=1), grads, cache
 
 

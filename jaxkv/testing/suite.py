@@ -114,8 +114,8 @@ class Suite:
         return cls.rotated()
 
     @classmethod
-    def rotated(cls, seed: int = 0, **overrides: Any) -> Any:
-        """Makes the module under test with rotary positions."""
+    def rotated(cls, seed: int | jax.Array = 0, **overrides: Any) -> Any:
+        """Makes the module under test with rotary positions; a seed, or a PRNG key."""
         return cls.make(nnx.Rngs(seed), **{"rotary": ROTARY, **overrides})
 
     @classmethod
@@ -132,6 +132,19 @@ class Suite:
         capacity = options.pop("capacity", self.capacity)
         options = {"layout": self.layout, **options}
         return attn.init_cache(self.rows if rows is None else rows, capacity, **options)
+
+    def given(self, rows: int | None = None) -> dict[str, np.ndarray]:
+        """Gives what the first call of a sequence needs besides its tokens: nothing, or a context.
+
+        Args:
+          rows: B; default the suite's.
+        """
+        del rows
+        return {}
+
+    def ready(self, attn: Any, rows: int | None = None) -> LayerCache:
+        """Makes a cache that calls go on from without anything besides their tokens."""
+        return self.cache(attn, rows)
 
 
 def cast(x: np.ndarray, dtype: DTypeLike) -> np.ndarray:

@@ -10,11 +10,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
-from jaxkv.testing.suite import ROTARY, Suite, call, feed, quick_jit
-from jaxkv.testing.tolerances import assert_close, assert_trees_close
+from jaxkv.testing.suite import Suite, call, feed, quick_jit
+from jaxkv.testing.tolerances import assert_close, assert_trees_close, assert_trees_equal
 
 
 class Transforms(Suite):
@@ -27,7 +26,7 @@ class Transforms(Suite):
         def step(attn: Any, x: Any, cache: Any) -> Any:
             return attn(x, cache=cache)
 
-        x, cache = self.tokens(), self.cache(attn)
+        x, cache = self.tokens(), self.ready(attn)
         want, _ = feed(attn, x, cache, [1] * 8)
         run, places = quick_jit(step, donate_argnums=2), buffers(cache)
         assert len(set(places)) == len(places), "two arrays of a cache share a buffer"
@@ -50,29 +49,29 @@ class Transforms(Suite):
             return lax.scan(step, cache, x)
 
         x = self.tokens()
-        want, after = feed(attn, x, self.cache(attn), [1] * 8)
-        cache, ys = run(attn, by_step(x), self.cache(attn))
+        want, after = feed(attn, x, self.ready(attn), [1] * 8)
+        cache, ys = run(attn, by_step(x), self.ready(attn))
         assert_close(np.asarray(ys)[:, :, 0].swapaxes(0, 1), want)
         assert_trees_close(cache, after)
 
     def test_vmap_over_a_batch_of_caches(self, attn: Any) -> None:
         x, parts = self.tokens(rows=4, length=5), []
         for b in (0, 2):
-            _, cache = call(attn, x[b : b + 2], self.cache(attn))
+            _, cache = call(attn, x[b : b + 2], self.ready(attn))
             parts.append(call(attn, x[b : b + 2, :1], cache))
 
         @quick_jit
         def run(attn: Any, x: Any, caches: Any) -> Any:
             return jax.vmap(lambda x, cache: attn(x, cache=cache))(x, caches)
 
-        caches = stacked([call(attn, x[b : b + 2], self.cache(attn))[1] for b in (0, 2)])
+        caches = stacked([call(attn, x[b : b + 2], self.ready(attn))[1] for b in (0, 2)])
         y, after = run(attn, x[:, :1].reshape(2, 2, 1, -1), caches)
         assert_close(y, np.stack([y for y, _ in parts]))
         assert_trees_close(after, stacked([cache for _, cache in parts]))
 
     def test_jax_11_layers_in_one_scan_carry_their_caches(self) -> None:
         layers, x, steps = self._layers(3), self.tokens(length=4), 4
-        caches = [self.cache(self.rotated()) for _ in range(3)]
+        caches = [self.ready(self.rotated()) for _ in range(3)]
         scanned = stacked(caches)
         one = quick_jit(through_layers)
         for t in range(steps):
@@ -89,24 +88,24 @@ class Transforms(Suite):
         @quick_jit
         def run(layers: Any, x: Any, caches: Any) -> Any:
             def body(carry: Any) -> Any:
-                return through_layers(layers, *carry, wrap=jax.checkpoint)
+                step, x, caches = carry
+                return step + 1, *through_layers(layers, x, caches, wrap=jax.checkpoint)
 
-            return lax.while_loop(lambda c: jnp.max(c[1].lengths) < 4, body, (x, caches))
+            return lax.while_loop(lambda c: c[0] < 4, body, (jnp.int32(0), x, caches))[1:]
 
         layers, x = self._layers(3), self.tokens(length=1)
-        caches = stacked([self.cache(self.rotated()) for _ in range(3)])
+        caches = stacked([self.ready(self.rotated()) for _ in range(3)])
         y, after = run(layers, x, caches)
         one, want = quick_jit(through_layers), x
         for _ in range(4):
             want, caches = one(layers, want, caches)
-        assert_close(y, want)
-        assert_trees_close(after, caches)
+        assert_trees_equal((y, after), (want, caches))
 
     def _layers(self, number: int) -> Any:
         """Builds stacked modules: one constructor under vmap."""
 
         def make(key: jax.Array) -> Any:
-            return self.make(nnx.Rngs(params=key), rotary=ROTARY)
+            return self.rotated(key)
 
         return quick_jit(jax.vmap(make))(jax.random.split(jax.random.key(0), number))
 
