@@ -45,6 +45,7 @@ TEMPORARY_BYTES: dict[tuple[str, ...], int] = {
     ("train narrow", "mla", "v5e"): 9_693_184,
     ("gradient", "gqa", "v5e"): 2_979_293_184,
     ("gradient", "gqa", "v6e"): 3_045_622_720,
+    ("gradient", "mla", "v6e"): 10_375_066_464,
     # One causal call over 8,192 tokens. What fits VMEM does not count.
     ("attention", "mha", "v5e"): 0,
     ("attention", "gqa", "v5e"): 268_564_480,

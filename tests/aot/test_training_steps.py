@@ -73,10 +73,10 @@ def test_narrow_training_step_updates_its_state_in_place(variant: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-def test_gradient_fits_one_chip(chip: str) -> None:
+@pytest.mark.parametrize(("variant", "chip"), [("gqa", "v5e"), ("gqa", "v6e"), ("mla", "v6e")])
+def test_gradient_fits_one_chip(variant: str, chip: str) -> None:
     # A smaller vocabulary: master weights and gradients of 128,256 tokens alone are 12 GB.
-    model = decoder("gqa", param_dtype=jnp.float32, remat=True, vocab=32_000)
+    model = decoder(variant, param_dtype=jnp.float32, remat=True, vocab=32_000)
     graphdef, state = nnx.split(model)
 
     def loss(state: Any, given: Any) -> Any:
@@ -86,4 +86,4 @@ def test_gradient_fits_one_chip(chip: str) -> None:
 
     args = (state, tokens(ROWS, LENGTH + 1))
     compiled = compile_for_tpu(jax.value_and_grad(loss), args, tpu_mesh(chip))
-    check_temporary_bytes(compiled, "gradient", "gqa", chip)
+    check_temporary_bytes(compiled, "gradient", variant, chip)
