@@ -33,9 +33,10 @@ def run(arguments: Sequence[str]) -> int:
         return _said(str(error) or type(error).__name__, 1)
     except Exception as error:
         # A command line that does not fit: its class has had several homes.
-        if not hasattr(error, "format_message"):
+        message = getattr(error, "format_message", None)
+        if message is None:
             raise
-        said = str(error.format_message()).rstrip(".")
+        said = str(message()).rstrip(".")
         return _said(f"{said}. See jaxkv --help.", 2)
     if status == STOPPED:
         return _said("stopped.", STOPPED)

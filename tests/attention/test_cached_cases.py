@@ -10,13 +10,25 @@ import pytest
 from flax import nnx
 
 from jaxkv.attention import GroupedQueryAttention, MultiHeadLatentAttention
+from jaxkv.cache import Layout, Paged, Ring
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
+from jaxkv.ops.blockwise import Blockwise
 from jaxkv.testing.suite import call, feed
 from jaxkv.testing.tolerances import assert_close, assert_trees_equal
 from tests.ops.suite import IMPLEMENTATIONS
 
 X = np.random.default_rng(0).normal(size=(2, 11, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("layout", [None, Ring(3), Paged(4)], ids=str)
+@pytest.mark.parametrize("variant", [GroupedQueryAttention, MultiHeadLatentAttention])
+def test_win_08_a_chunk_equals_one_prefill(variant: type, layout: Layout | None) -> None:
+    attn = variant(16, 4, window=3, rotary=Rotary(50.0), rngs=nnx.Rngs(0))
+    want, _ = feed(attn, X[:, :10], attn.init_cache(2, 12, layout=layout), [10])
+    assert_close(want, call(attn, X[:, :10])[0])
+    got, _ = feed(attn, X[:, :10], attn.init_cache(2, 12, layout=layout), [6, 4])
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("variant", [GroupedQueryAttention, MultiHeadLatentAttention])
@@ -36,13 +48,14 @@ def test_win_10_a_one_token_step_keeps_the_window(variant: type) -> None:
 @pytest.mark.parametrize("variant", [GroupedQueryAttention, MultiHeadLatentAttention])
 def test_chk_07_every_implementation_agrees_with_and_without_a_cache(variant: type) -> None:
     found = {}
-    for name in IMPLEMENTATIONS:
-        numerics = Numerics(implementation=name)
+    # Eleven tokens are one tile by default.
+    for name, chosen in {**IMPLEMENTATIONS, "small tiles": Blockwise(rows=4, slots=4)}.items():
+        numerics = Numerics(implementation=chosen)
         attn = variant(16, 4, rotary=Rotary(50.0), numerics=numerics, rngs=nnx.Rngs(0))
         found[name, "no cache"], _ = call(attn, X)
         found[name, "prefill"], _ = feed(attn, X, attn.init_cache(2, 12), [11])
         found[name, "steps"], _ = feed(attn, X, attn.init_cache(2, 12), [1] * 11)
-    assert len(found) == 3 * len(IMPLEMENTATIONS) >= 6
+    assert len(found) == 3 * (len(IMPLEMENTATIONS) + 1) >= 9
     for (one, got), (two, want) in itertools.combinations(found.items(), 2):
         assert_close(got, want, what=f"{one} and {two}")
 

@@ -10,11 +10,14 @@ import pytest
 from flax import nnx
 
 from jaxkv.attention import MultiHeadAttention, ScoreOptions
+from jaxkv.cache import Paged, Ring
+from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
 from jaxkv.testing.conformance import AttentionConformance
 from jaxkv.testing.suite import call, feed
 from jaxkv.testing.tolerances import assert_close
 from tests.attention.formulas import LIKE_GROUPED_QUERY, head_attention, parameters, perturbed
+from tests.ops.suite import IMPLEMENTATIONS
 
 X = np.random.default_rng(0).normal(size=(2, 6, 16)).astype(np.float32)
 
@@ -78,8 +81,22 @@ def test_mla_08_key_and_value_widths_differ_on_every_path() -> None:
     )
     attn = perturbed(attn)
     want = head_attention(parameters(attn), X, 50.0)
-    assert_close(call(attn, X)[0], want)
-    assert_close(feed(attn, X, attn.init_cache(2, 7), [3, 3])[0], want)
+    # The same paths with these widths through every codec: tests/cache/test_random_verbs.py.
+    for numerics in (Numerics(), *(Numerics(implementation=i) for i in IMPLEMENTATIONS.values())):
+        other = MultiHeadAttention(
+            *(16, 4),
+            head_dim=6,
+            value_dim=4,
+            out_features=5,
+            rotary=Rotary(50.0),
+            numerics=numerics,
+            rngs=nnx.Rngs(0),
+        )
+        nnx.update(other, nnx.state(attn))
+        assert_close(call(other, X)[0], want)
+        for layout in (None, Paged(2), Paged(4), Ring(7)):
+            cache = other.init_cache(2, 7, layout=layout)
+            assert_close(feed(other, X, cache, [3, 3])[0], want, what=f"{numerics}, {layout}")
 
 
 def test_sco_06_a_scale_that_is_not_the_head_widths() -> None:

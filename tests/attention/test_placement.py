@@ -57,6 +57,22 @@ def test_kv_heads_that_fit_no_split_raise() -> None:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
+def test_shd_01_fewer_kv_heads_than_devices(kind: AxisType) -> None:
+    attn = GroupedQueryAttention(16, 12, num_kv_heads=2, head_dim=4, rngs=nnx.Rngs(0))
+    want, _ = feed(attn, X, attn.init_cache(2, 8), [3, 3])
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        cache = attn.init_cache(2, 8)
+        assert cache.replicas == 2
+        cache = jax.device_put(cache, cache.sharding(mesh))
+        got, _ = feed(placed(attn, mesh), X, cache, [3, 3])
+    assert_close(got, want)
+    three = jax.make_mesh((1, 3), ("data", "tensor"), (kind, kind), devices=jax.devices()[:3])
+    with jax.set_mesh(three), pytest.raises(ValueError, match="2 KV heads do not fit 3 tensor"):
+        attn.init_cache(2, 8)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
 def test_fewer_query_heads_than_devices_are_not_split(kind: AxisType) -> None:
     attn = GroupedQueryAttention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
     want, _ = call(attn, X)

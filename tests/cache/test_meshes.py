@@ -87,7 +87,7 @@ def test_a_step_on_a_mesh_equals_one_without(kind: str, shape: tuple[int, int], 
     assert got.overflowed.tolist() == after.overflowed.tolist()
     for a, b in zip(stored(got), stored(after), strict=True):
         np.testing.assert_array_equal(a, b)
-    # SHD-05: placement is the same before and after.
+    # Placement is the same before and after.
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(cache), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding)
 
@@ -167,6 +167,23 @@ def test_shd_07_bytes_of_each_device() -> None:
     once, _ = per_device(KVSpec(2, 8, 6))
     total, each = per_device(KVSpec(2, 8, 6), replicas=2)
     assert total == 2 * once and each == {once // 4}, "two heads, each on two devices"
+
+
+def test_shd_05_the_head_axis_stays_the_sharded_one() -> None:
+    mesh, spec = mesh_of((1, 4), "auto"), KVSpec(4, 8, 6)
+    cache = placed(create_layer(spec, Raw(jnp.float32), 2, 12), mesh)
+    key = jnp.ones((2, 3, 4, 8))
+
+    def written(cache: LayerCache) -> LayerCache:
+        return cache.open(3).write(key, key[..., :6]).close()
+
+    verbs = [written, lambda c: c.reorder(jnp.array([1, 0], jnp.int32)), lambda c: c.rollback(1)]
+    with jax.set_mesh(mesh):
+        for verb in (*verbs, *verbs):
+            cache = jax.jit(verb)(cache)
+            for plane in cache.records.planes.values():
+                # [B, K, S, H]: four heads over four devices, and nothing else is split.
+                assert plane.sharding.shard_shape(plane.shape) == (2, 1, *plane.shape[2:])
 
 
 def test_shd_02_device_r_holds_head_r_over_2() -> None:

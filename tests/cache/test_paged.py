@@ -267,20 +267,24 @@ def test_win_09_a_window_whose_edge_lies_inside_a_page() -> None:
 
 
 def test_pag_06_pages_and_rows_are_used_again() -> None:
-    # A, B, C take all pages; A leaves, D comes, with rubbish in A's old pages.
+    # A, B, C take pages; A leaves, D comes, with rubbish in A's old pages.
     how, given = scoring(SPECS["gqa"][0]), tokens("gqa", 4, 8)
-    cache = fed(how, fresh("gqa", 3, 8, Paged(4, pages=6)), cut(given, slice(3)), width=8)[2]
+    cache = fed(how, fresh("gqa", 3, 12, Paged(4, pages=8)), cut(given, slice(3)), width=8)[2]
+    theirs = cache.index.state.table[0, :2].tolist()
     freed = jax.jit(lambda c: poisoned(c.reset(jnp.array([True, False, False]))))(cache)
     new = cut(given, np.array([3, 1, 2]), slice(0, 5))
     cache = fed(how, freed, new, counts=[5, 0, 0])[2]
     assert cache.lengths.tolist() == [5, 8, 8] and not cache.overflowed.any()
+    assert cache.index.state.table[0, :2].tolist() == theirs
     swapped = jax.jit(lambda c: c.reorder(jnp.array([0, 2, 1], jnp.int32)))(cache)
     probe = tokens("gqa", 3, 1, seed=1)
-    # No page is left for a ninth token: only D, whose last page has room, may go on.
-    step, _, done = fed(how, swapped, probe, counts=[1, 0, 0])
-    assert done.lengths.tolist() == [6, 8, 8] and np.isfinite(step[0]).all()
-    alone = fed(how, fresh("gqa", 1, 8, None), cut(given, slice(3, 4), slice(0, 5)))[2]
-    assert_close(step[0], fed(how, alone, cut(probe, slice(1)))[0][0], terms=8)
+    step, _, done = fed(how, swapped, probe)
+    assert done.lengths.tolist() == [6, 9, 9] and not done.overflowed.any()
+    for row, (one, held) in enumerate([(3, 5), (2, 8), (1, 8)]):  # D, C, B
+        before = cut(given, slice(one, one + 1), slice(0, held))
+        alone = fed(how, fresh("gqa", 1, 12, None), before)[2]
+        want = fed(how, alone, cut(probe, slice(row, row + 1)))[0]
+        assert_close(step[row], want[0], terms=9)
 
 
 def test_pag_09_what_a_rollback_leaves_behind_changes_nothing() -> None:

@@ -125,6 +125,7 @@ def test_names_of_caches_give_layout_and_codec() -> None:
         "bfloat16+paged": CacheChoice(Paged(64), Raw("bfloat16")),
         "kivi": CacheChoice(None, Kivi()),
         "kivi2:8+paged": CacheChoice(Paged(64), Kivi(bits=2, group=8)),
+        "contiguous+int8": CacheChoice(Contiguous(), Int8()),
     }
     model = make_decoder("gqa", SIZES["tiny"])
     made = parse_caches("int8")["int8"].make(model, 3, 32)
@@ -143,6 +144,7 @@ def test_names_of_caches_give_layout_and_codec() -> None:
         ("ring:²", "cache 'ring:²': want 1 to"),
         ("ring:9999999999", "want 1 to 1048576"),
         ("bfloat16:2", "bfloat16 takes no size"),
+        ("contiguous:4", "contiguous takes no size"),
         ("ring+paged", "cache 'ring+paged': want one layout, not two"),
         ("int8+int4", "cache 'int8+int4': want one codec, not two"),
         ("int8+int8", "want one codec, not two"),

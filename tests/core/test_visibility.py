@@ -56,7 +56,7 @@ def test_win_01_a_window_counts_the_query_itself():
     assert seen.sum(1).tolist() == [1, 2, 3, 4, 4, 4, 4, 4]
 
 
-def test_win_08_each_row_of_a_chunk_has_its_own_window():
+def test_each_row_of_a_chunk_has_its_own_window():
     seen = Visibility(window=3).allows(jnp.arange(6, 10)[:, None], jnp.arange(10)[None])
     assert [np.flatnonzero(row).tolist() for row in np.asarray(seen)] == [
         [4, 5, 6],

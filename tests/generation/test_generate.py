@@ -121,7 +121,7 @@ def test_continuing_equals_going_on() -> None:
         assert int(score(model(), prompt + a + b[:-1]).argmax()) == b[-1]
 
 
-def test_decode_compiles_once_for_all_lengths_and_is_in_place() -> None:
+def test_decode_compiles_once_for_all_lengths() -> None:
     decoder = model()
     before = generate_loop._decode._cache_size()
     for prompt in ([1], [1, 2, 3, 4], [9, 8, 7]):
@@ -150,14 +150,18 @@ def test_bad_calls_are_named(call: dict, says: str) -> None:
 
 def test_cac_04_the_capacity_changes_neither_text_nor_logits() -> None:
     found = []
-    for capacity in (20, 40):
+    prompt = jnp.asarray(PROMPTS[:1], jnp.int32)
+    for capacity in (20, 30, 40):
         cache = model().init_cache(3, capacity)
-        made = generate(model(), PROMPTS, max_new_tokens=10, cache=cache)
-        # Each row's last token is pending: one more step shows its logits.
-        logits, _ = _step(model(), made.pending[:, None], made.cache)
-        found.append((made.rows(), np.asarray(logits)))
+        rows = generate(model(), PROMPTS, max_new_tokens=10, cache=cache).rows()
+        logits, cache = _step(model(), prompt, model().init_cache(1, capacity))
+        first = [logits[0, -1]]
+        for token in rows[0][:9]:
+            logits, cache = _step(model(), jnp.full((1, 1), token, jnp.int32), cache)
+            first.append(logits[0, 0])
+        found.append((rows, np.stack(first)))
     for rows, logits in found[1:]:
-        assert rows == found[0][0]
+        assert rows == found[0][0] and logits.shape[0] == 10
         np.testing.assert_allclose(logits, found[0][1], rtol=0, atol=1e-6)
 
 

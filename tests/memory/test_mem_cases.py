@@ -18,6 +18,7 @@ from jaxkv.cache.spec import KVSpec
 from jaxkv.memory.chips import CHIPS
 from jaxkv.memory.counting import Storage, device_part
 from jaxkv.memory.planner import plan
+from jaxkv.memory.policy import SlotPolicy
 from jaxkv.memory.table import both_units
 from jaxkv.models.configs import read_config
 from jaxkv.models.geometry import LayerSpec, ModelGeometry
@@ -125,6 +126,20 @@ def test_mem_14_tokens_for_a_device_budget_grow_with_tensor_devices() -> None:
     budget = 208_000 * 131_072 + INDEX_ROW
     assert BF16.longest_context(device_part(llama, 1), budget) == 208_000
     assert BF16.longest_context(device_part(llama, 4), budget) == 832_000
+
+
+def test_shd_08_pages_for_a_device_budget_grow_with_tensor_devices() -> None:
+    llama, pages = load_geometry("llama3-8b"), Storage(policy=SlotPolicy.parse("pages:16"))
+    for kv_heads, growth in ((4, 4), (2, 2)):
+        spec = KVSpec(kv_heads, 128, 128)
+        layers = tuple(dataclasses.replace(layer, spec=spec) for layer in llama.layers)
+        model = dataclasses.replace(llama, layers=layers)
+        # Of each page: 16 tokens in bfloat16, 4 bytes of the row's table, 4 of the references.
+        budget = 1000 * (16 * 32 * kv_heads * 256 * 2 + 8) + INDEX_ROW
+        one, four = (pages.longest_context(device_part(model, n), budget) for n in (1, 4))
+        assert one == 16 * 1000
+        # Tables do not shrink with the heads of a device.
+        assert four is not None and 16 * (growth * 1000 - 1) <= four <= 16 * growth * 1000
 
 
 def test_mem_15_more_devices_than_key_value_heads() -> None:
