@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -205,6 +206,23 @@ def empty_result(o: Operands) -> tuple[jax.Array, jax.Array] | None:
     B, T, N, _ = o.query.shape
     out = jnp.zeros((B, T, N, o.value.shape[-1]), o.value.dtype)
     return out, jnp.full((B, T, N), -jnp.inf, jnp.float32)
+
+
+def first_order(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a kernel's gradient `fn(how, *arrays)` say that it cannot be derived itself.
+
+    Raises:
+      TypeError: When it is, forwards or backwards; Pallas would fail without a word.
+    """
+
+    def refuse(*_: Any) -> None:
+        raise TypeError(
+            f"{name} has no second derivatives, forward-mode or reverse: choose einsum for them."
+        )
+
+    once = jax.custom_vjp(fn, nondiff_argnums=(0,))
+    once.defvjp(refuse, refuse)
+    return once
 
 
 def primals(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from jax import lax
 from jaxkv.core.platform import target_platform
 from jaxkv.ops.einsum import TILE_SCORES
 from jaxkv.ops.merge import add_sink
-from jaxkv.ops.operands import Operands
+from jaxkv.ops.operands import Operands, first_order
 from jaxkv.ops.splash_blocks import LANES, Pattern, block_sizes, visits
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ class Splash:
                 _precision(o) or "default",
                 self.interpret,
             )
-            query = o.emptied_query() * jnp.asarray(o.scale, o.query.dtype)
+            # Rounded once: a scale that was rounded itself would move all scores alike.
+            query = o.emptied_query().astype(jnp.float32) * o.scale
+            query = query.astype(o.query.dtype)
             out, lse = _attend(how, query, o.emptied(o.key), o.emptied(o.value), *_ids(o))
         return add_sink(out, lse, o.sink_logits)
 
@@ -256,8 +258,13 @@ def _forward(how: Kernels, *args: Any) -> tuple[tuple[jax.Array, jax.Array], tup
 def _backward(how: Kernels, saved: tuple, grads: tuple) -> tuple:
     (query, key, value, q_ids, k_ids), *outs = saved
     ids = None if q_ids is None else (q_ids, k_ids)
-    row = functools.partial(_row_gradients, how)
-    return *_by_rows(row, query, key, value, ids, *outs, *grads), None, None
+    return *_gradients(how, query, key, value, ids, *outs, *grads), None, None
+
+
+@functools.partial(first_order, "splash")
+def _gradients(how: Kernels, *args: Any) -> tuple[jax.Array, ...]:
+    """Computes the gradients by query, key and value of all rows, from what a row's need."""
+    return _by_rows(functools.partial(_row_gradients, how), *args)
 
 
 _attend.defvjp(_forward, _backward)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxkv.core.platform import target_platform
 from jaxkv.ops.merge import add_sink
-from jaxkv.ops.operands import Operands, cotangents, empty_result, primals
+from jaxkv.ops.operands import Operands, cotangents, empty_result, first_order, primals
 from jaxkv.ops.tiles import Cut, live_pairs
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def _kernels() -> ModuleType:
     return flash
 
 
+@functools.partial(first_order, "triton")
 def gradients(
     how: Triton, o: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.ops.suite import IMPLEMENTATIONS
+from tests.ops.suite import IMPLEMENTATIONS, KERNELS
+
+IN_FULL = [pytest.param(name, marks=pytest.mark.full) for name in KERNELS]
 
 
-@pytest.fixture(params=list(IMPLEMENTATIONS))
+@pytest.fixture(params=[*IMPLEMENTATIONS, *IN_FULL])
 def implementation(request: pytest.FixtureRequest) -> Any:
     """Gives the implementation under test."""
-    return IMPLEMENTATIONS[request.param]
+    return (IMPLEMENTATIONS | KERNELS)[request.param]

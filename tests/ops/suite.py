@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
 from collections.abc import Mapping
@@ -11,23 +12,62 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxkv.ops.api import attention
 from jaxkv.ops.blockwise import Blockwise
 from jaxkv.ops.einsum import Einsum
+from jaxkv.ops.operands import Operands
 from jaxkv.ops.reference import Reference
+from jaxkv.ops.splash import Splash
+from jaxkv.ops.triton import Triton
 from tests.support import dense
 from tests.support.tolerances import assert_close
 
-# Every test of this folder runs with each. A new kernel joins by its line here.
+
+@dataclasses.dataclass(frozen=True)
+class Interpreted:
+    """A kernel of some device, as plain operations: a test whose call it refuses is skipped.
+
+    It is asked about each call as `attention` prepared it, so a call that is wrong still raises.
+    """
+
+    kernel: Any
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return self.kernel.name
+
+    def refuses(self, operands: Operands) -> None:
+        """Skips the test where the kernel refuses, and says why."""
+        if reason := self.kernel.refuses(operands):
+            pytest.skip(f"{self.name} {reason}")
+
+    def yields(self, operands: Operands) -> str | None:
+        """Yields where the kernel does."""
+        return self.kernel.yields(operands)
+
+    def run(self, operands: Operands) -> tuple[jax.Array, jax.Array]:
+        """Computes `(out, lse)` by the kernel."""
+        return self.kernel.run(operands)
+
+
+# Every test of this folder runs with each. A new implementation joins by its line here.
 IMPLEMENTATIONS: dict[str, Any] = {
     "einsum": Einsum(),
     "blockwise": Blockwise(rows=4, slots=2),
     "reference": Reference(),
 }
 
-# Kernels that run on their own devices only: test_splash.py, test_gpu.py.
-ELSEWHERE = ("splash", "cudnn", "triton")
+# With these too, but they take minutes: with `-m full` only.
+KERNELS: dict[str, Any] = {
+    "splash": Interpreted(Splash(128, 128, interpret=True)),
+    "triton": Interpreted(Triton(16, 16, interpret=True)),
+}
+
+# A library for GPUs, which nothing runs on a CPU: see test_gpu.py.
+ELSEWHERE = ("cudnn",)
 
 # Values that a program is specialised to; everything else is traced.
 STATIC = ("causal", "window", "pinned", "scale", "soft_cap", "dropout_rate", "precision")
@@ -87,9 +127,11 @@ def compiled(fn: Any, implementation: Any, static: tuple[tuple[str, Any], ...]) 
 def run(fn: Any, implementation: Any, jit: bool, arrays: Any, options: Any, *rest: Any) -> Any:
     """Calls `fn` as one program or operation by operation, and fetches what it gives."""
     arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
-    traced = {k: jnp.asarray(v) for k, v in options.items() if k not in STATIC}
-    static = {k: v for k, v in options.items() if k in STATIC}
-    if jit:
+    kernel = isinstance(implementation, Interpreted)
+    # Some kernels must know an offset that the caller knows.
+    static = {k: v for k, v in options.items() if k in STATIC or (kernel and isinstance(v, int))}
+    traced = {k: jnp.asarray(v) for k, v in options.items() if k not in static}
+    if jit or kernel:  # operation by operation, each step of a kernel would be compiled
         program = compiled(fn, implementation, tuple(sorted(static.items())))
         return jax.device_get(program(arrays, traced, *rest))
     return jax.device_get(fn(arrays, static | traced, implementation, *rest))
@@ -167,6 +209,20 @@ def compare(arrays: Mapping[str, Any], got: Any, want: dense.Result) -> None:
         assert_close(grad, want.grads[name], dtype=dtype, terms=terms, what=f"d {name}")
     if grads:
         assert not grads["query"][blind].any(), "a query that sees nothing has gradient 0"
+
+
+def kept(
+    implementation: Any, key: jax.Array, rate: float, arrays: Any = None, **options: Any
+) -> np.ndarray:
+    """Finds what dropout multiplies each weight by, `[B, N, T, S]`: unit vectors as values."""
+    arrays = arrays or operands()
+    B, S, K, _ = arrays["value"].shape
+    unit = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, K, S))
+    arrays = arrays | {"value": unit}
+    dropped, _ = outputs(implementation, arrays, dropout_rate=rate, dropout_key=key, **options)
+    weights = dense.attention(arrays, options).out
+    ratio = np.where(weights == 0, 0, dropped / np.where(weights == 0, 1, weights))
+    return ratio.transpose(0, 2, 1, 3)
 
 
 def seen_keys(implementation: Any, T: int, S: int, B: int = 1, **options: Any) -> list:

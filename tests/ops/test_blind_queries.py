@@ -9,6 +9,7 @@ import pytest
 from jaxkv.ops.blockwise import Blockwise
 from tests.ops.suite import (
     QUICK,
+    Interpreted,
     bars_for,
     call,
     check,
@@ -169,7 +170,7 @@ def test_second_derivatives_beside_a_blind_query_are_finite(implementation):
         return jax.jvp(jax.grad(loss), (arrays,), (arrays,))[1]
 
     program = jax.jit(twice, compiler_options=QUICK)
-    if isinstance(implementation, Blockwise):
+    if isinstance(implementation, Blockwise | Interpreted):
         with pytest.raises(TypeError, match="forward-mode"):
             program(arrays)
         return

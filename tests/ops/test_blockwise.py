@@ -13,15 +13,18 @@ from jaxkv.ops.api import attention, prepare
 from jaxkv.ops.blockwise import Blockwise
 from jaxkv.ops.tiles import Cut, live_tiles
 from tests.ops.suite import (
+    KERNELS,
     QUICK,
     bars_for,
     call,
     check,
     compare,
+    kept,
     normal,
     operands,
     outputs,
     outputs_and_gradients,
+    run,
 )
 from tests.support import dense
 from tests.support.tolerances import assert_close
@@ -54,6 +57,29 @@ OTHERS = sorted({(r, s) for r in (1, 3, 7, 100) for s in (1, 2, 11, 100)} - set(
 )
 def test_tiles_of_every_size_agree(rows, slots):
     check(Blockwise(rows, slots), operands(T=7, S=11), jit=True, causal=True, offset=2)
+
+
+# Half of the last tile is empty, or nearly all of it.
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(Blockwise(8, 8), id="blockwise"),
+        *(pytest.param(x, id=n, marks=pytest.mark.full) for n, x in KERNELS.items()),
+    ],
+)
+def test_num_05_scores_near_minus_100_before_a_half_empty_tile(how):
+    arrays = operands(B=1, T=12, S=12, N=1, K=1, H=16, V=4)
+    # In sixteenths, every score is a float32: none owes its last bits to the order of a sum.
+    arrays["query"] = 2.5 + np.round(2 * arrays["query"]) / 16
+    arrays["key"] = -2.5 + np.round(2 * arrays["key"]) / 16
+    bars = bars_for(arrays)
+    out, lse, grads = outputs_and_gradients(how, arrays, bars, jit=True, scale=1.0)
+    want = dense.attention(arrays, {"scale": 1.0}, bars)
+    assert want.lse.min() > -110 and want.lse.max() < -88.7  # exp(0 - lse) is inf in float32
+    np.testing.assert_allclose(out, want.out, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, want.lse, rtol=1e-5, atol=1e-5)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, want.grads[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_fla_05_gradients_of_a_key_are_summed_over_its_group():
@@ -210,7 +236,10 @@ FEATURES = {
         "slots": {"key_order": np.array([[3, 4, 5, 6, -1, -1, 0, 1, 2, 7, 8]], np.int32)},
     },
     "dtype": {"f32": np.float32, "bf16": jnp.bfloat16},
+    "dropout": {"none": 0.0, "some": 0.4},
+    "value": {"apart": False, "in the key": True},
 }
+IN_KEY = slice(2, 5)
 
 
 def covering():
@@ -238,6 +267,35 @@ def covering():
     return cases
 
 
+@functools.cache
+def dropped(heads, rate):
+    """Gives a key, and what einsum multiplies the weights by for it (see test_dropout.py)."""
+    key, shape = jax.random.key(7), operands(T=7, S=11, N=heads)
+    return key, kept("einsum", key, rate, shape)
+
+
+def call_in_key(arrays, options, implementation, bars):
+    """Computes `(out, lse)` and gradients where the values are some channels of the keys."""
+
+    def both(arrays):
+        return call(arrays | {"value": arrays["key"][..., IN_KEY]}, options, implementation)
+
+    outs, pull = jax.vjp(both, arrays)
+    return outs, pull(bars)[0]
+
+
+def check_in_key(how, arrays, keep=None, **options):
+    """Holds `call_in_key` against float64."""
+    apart = arrays | {"value": arrays["key"][..., IN_KEY]}
+    bars = bars_for(apart)
+    given = {name: x for name, x in arrays.items() if name != "value"}
+    (out, lse), grads = run(call_in_key, how, True, given, options, bars)
+    truth = {name: x for name, x in options.items() if not name.startswith("dropout")}
+    want = dense.attention(apart, truth, bars, keep)
+    want.grads["key"][..., IN_KEY] += want.grads["value"]
+    compare(apart, (out, lse, grads), want)
+
+
 @pytest.mark.parametrize("case", covering(), ids=lambda case: "-".join(case.values()))
 def test_every_two_features_together(case):
     N, K = FEATURES["heads"][case["heads"]]
@@ -250,7 +308,14 @@ def test_every_two_features_together(case):
     options = {}
     for feature in ("rule", "score", "tokens"):
         options |= FEATURES[feature][case[feature]]
-    check(Blockwise(rows=3 * N // K, slots=4), arrays, jit=True, **options)
+    if rate := FEATURES["dropout"][case["dropout"]]:
+        options["dropout_key"], options["keep"] = dropped(N, rate)
+        options["dropout_rate"] = rate
+    how = Blockwise(rows=3 * N // K, slots=4)
+    if FEATURES["value"][case["value"]]:
+        check_in_key(how, arrays, **options)
+    else:
+        check(how, arrays, jit=True, **options)
 
 
 @pytest.mark.parametrize("heads", [1, 2], ids=["head by head", "heads together"])

@@ -7,26 +7,15 @@ import numpy as np
 import pytest
 
 from jaxkv.ops.api import attention
-from tests.ops.suite import QUICK, call, check, operands, outputs
+from tests.ops.suite import QUICK, call, check, kept, operands, outputs
 from tests.support import dense
 from tests.support.tolerances import assert_close
 
 RATE = 0.4
 
 
-def kept(implementation, key, rate=RATE, **options):
-    """Finds what dropout multiplies each weight by, `[B, N, T, S]`: unit vectors as values."""
-    arrays = operands()
-    B, S, K, _ = arrays["value"].shape
-    arrays["value"] = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, K, S))
-    dropped, _ = outputs(implementation, arrays, dropout_rate=rate, dropout_key=key, **options)
-    weights = dense.attention(arrays, options).out
-    ratio = np.where(weights == 0, 0, dropped / np.where(weights == 0, 1, weights))
-    return ratio.transpose(0, 2, 1, 3)
-
-
 def test_drp_03_weights_are_dropped_or_scaled_up(implementation):
-    one, two = (kept(implementation, jax.random.key(seed)) for seed in (0, 1))
+    one, two = (kept(implementation, jax.random.key(seed), RATE) for seed in (0, 1))
     for keep in (one, two):
         assert_close(keep * (1 - RATE), np.round(keep * (1 - RATE)))
         assert set(np.round(keep * (1 - RATE)).ravel()) == {0, 1}
@@ -39,7 +28,7 @@ def test_drp_03_weights_are_dropped_or_scaled_up(implementation):
 def test_drp_03_outputs_and_gradients_match_float64_with_the_same_mask(implementation):
     options = {"causal": True, "offset": np.array([1, 2]), "dropout_key": jax.random.key(3)}
     visible = {k: options[k] for k in ("causal", "offset")}
-    keep = kept(implementation, options["dropout_key"], **visible)
+    keep = kept(implementation, options["dropout_key"], RATE, **visible)
     keep = np.round(keep * (1 - RATE)) / (1 - RATE)
     arrays = operands() | {"sink_logits": np.linspace(-1, 1, 4, dtype=np.float32)}
     out, lse, _ = check(implementation, arrays, keep=keep, dropout_rate=RATE, **options)

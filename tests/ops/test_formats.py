@@ -38,7 +38,8 @@ def test_every_format_matches_float64(implementation, dtype, options):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("times", [0.1, 5.0])
 def test_large_and_small_numbers_in_16_bits(implementation, dtype, times):
-    check(implementation, operands(dtype=dtype, times=times), causal=True, offset=2)
+    # A scale of 1/4: splash attention rounds scaled queries, which costs nothing here.
+    check(implementation, operands(H=16, dtype=dtype, times=times), causal=True, offset=2)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxkv.core.visibility import Visibility
@@ -17,8 +18,13 @@ from jaxkv.ops.splash import Splash
 from jaxkv.ops.splash_blocks import Pattern, block_sizes, visits
 from tests.ops.suite import QUICK, bars_for, call, compare, normal, operands
 from tests.support import dense
+from tests.support.tolerances import assert_close
 
-INTERPRETED = Splash(128, 128, interpret=True)
+# Also simulates the chip's memories: what is read before it is written is NaN, and no read may be
+# out of bounds.
+INTERPRETED = Splash(128, 128, interpret=tpu.InterpretParams())
+# That interpreter of JAX's cannot yet run a kernel over several rows at once.
+ROWS_TOGETHER = Splash(128, 128, interpret=True)
 TPU = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
 
 
@@ -66,7 +72,7 @@ def test_packed_documents_with_a_window_sinks_and_soft_cap() -> None:
 def test_both_sides_of_a_window_and_ragged_keys() -> None:
     arrays = operands(B=2, T=200, S=300, N=2, K=2, H=16, V=16)
     lengths = np.array([300, 170])
-    check(arrays, window=(20, 40), offset=120, key_lengths=lengths)
+    check(arrays, ROWS_TOGETHER, window=(20, 40), offset=120, key_lengths=lengths)
 
 
 @pytest.mark.full
@@ -79,6 +85,14 @@ def test_everything_is_seen(S: int) -> None:
 def test_bfloat16_and_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splash, "LSE_BYTES", 1)
     check(operands(B=2, T=256, S=256, N=2, K=2, H=16, V=16, dtype=jnp.bfloat16), causal=True)
+
+
+def test_scaled_queries_are_rounded_once() -> None:
+    arrays = operands(B=1, T=2, S=4, dtype=jnp.bfloat16)
+    _, lse = jax.jit(lambda arrays: call(arrays, {"scale": 0.3}, INTERPRETED))(arrays)
+    scaled = np.float32(0.3) * arrays["query"].astype(np.float32)
+    rounded = arrays | {"query": scaled.astype(jnp.bfloat16)}
+    assert_close(lse, dense.attention(rounded, {"scale": 1.0}).lse)
 
 
 def test_nothing_to_see_and_nothing_at_all() -> None:

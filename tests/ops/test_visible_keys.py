@@ -91,6 +91,12 @@ class TestWindow:
         for offset in ([0, 2], [3, -1]):
             check(implementation, operands(), offset=np.array(offset), **rule)
 
+    @pytest.mark.full
+    @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+    def test_rules_match_float64_where_all_rows_start_alike(self, implementation, rule):
+        for offset in (2, -1):
+            check(implementation, operands(), offset=offset, **rule)
+
     def test_win_01_a_window_counts_keys_and_the_query_itself(self, implementation):
         seen = seen_keys(implementation, T=8, S=8, causal=True, window=4)
         assert [len(keys) for keys in seen[0]] == [1, 2, 3, 4, 4, 4, 4, 4]
