@@ -349,13 +349,13 @@ def _lowest_one(ranks: Pair, orders: Pair, allowed: jax.Array) -> Pair:
     number = sum(jnp.sum(x.astype(jnp.int32), axis=2) for x in live)
     extra = (number > allowed)[..., None]
     # A rank of infinity comes before what is not there.
-    ranks = tuple(
+    stored, own = (
         jnp.where(x, jnp.minimum(rank.astype(jnp.float32), HIGHEST), jnp.inf)
         for x, rank in zip(live, ranks, strict=True)
     )
-    old, new = (jnp.min(rank, axis=2, keepdims=True) for rank in ranks)
-    place = lax.broadcasted_iota(jnp.int32, ranks[0].shape, 2)
-    first = jnp.argmin(ranks[0], axis=2, keepdims=True).astype(jnp.int32)
+    old, new = (jnp.min(rank, axis=2, keepdims=True) for rank in (stored, own))
+    place = lax.broadcasted_iota(jnp.int32, stored.shape, 2)
+    first = jnp.argmin(stored, axis=2, keepdims=True).astype(jnp.int32)
     return live[0] & extra & (old <= new) & (place == first), live[1] & extra & (new < old)
 
 

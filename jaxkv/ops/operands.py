@@ -215,7 +215,7 @@ def first_order(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
       TypeError: When it is, forwards or backwards; Pallas would fail without a word.
     """
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any) -> Any:
         raise TypeError(
             f"{name} has no second derivatives, forward-mode or reverse: choose einsum for them."
         )

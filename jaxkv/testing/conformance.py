@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.testing.caching import Caching
-from jaxkv.testing.gradients import Gradients
+from jaxkv.testing.gradients import Gradients, Rematerialised
 from jaxkv.testing.interop import Interop
 from jaxkv.testing.masking import Masking
 from jaxkv.testing.meshes import Meshes
@@ -23,7 +23,7 @@ from jaxkv.testing.transforms import Transforms
 
 
 class AttentionConformance(
-    Caching, Padding, Masking, Scoring, Gradients, Transforms, Interop, Meshes
+    Caching, Padding, Masking, Scoring, Rematerialised, Transforms, Interop, Meshes
 ):
     """Tests of one self-attention variant, collected by pytest from a subclass that names it.
 
@@ -59,15 +59,13 @@ class CrossConformance(Gradients, Transforms, Interop, Meshes):
     sizes: ClassVar[dict[str, Any]] = {"in_features": 16, "num_heads": 4, "context_features": 13}
     # Tokens of the context.
     context_length: ClassVar[int] = 7
-    # It stores the same row twice, and a context is stored once.
-    test_jax_14_checkpointed_calls_store_once = None
 
     @classmethod
     def rotated(cls, seed: int | jax.Array = 0, **overrides: Any) -> Any:
         """Makes the module under test: positions of two sequences have nothing in common."""
         return cls.make(nnx.Rngs(seed), **overrides)
 
-    def given(self, rows: int | None = None) -> dict[str, np.ndarray]:
+    def given(self, rows: int | None = None) -> dict[str, Any]:
         """Draws a float32 context `[B, S, Dc]`."""
         shape = (self.rows if rows is None else rows, self.context_length)
         rng = np.random.default_rng(1)

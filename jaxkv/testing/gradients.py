@@ -84,6 +84,10 @@ class Gradients(Suite):
         want = gradient(*args, self.cache(attn))
         assert_trees_equal(gradient(*args, poisoned(self.cache(attn))), want)
 
+
+class Rematerialised(Gradients):
+    """The same, and calls that are run once more for their gradient."""
+
     def test_jax_14_checkpointed_calls_store_once(
         self, attn: Any, gradient: Callable[..., Any]
     ) -> None:

@@ -133,7 +133,7 @@ class Suite:
         options = {"layout": self.layout, **options}
         return attn.init_cache(self.rows if rows is None else rows, capacity, **options)
 
-    def given(self, rows: int | None = None) -> dict[str, np.ndarray]:
+    def given(self, rows: int | None = None) -> dict[str, Any]:
         """Gives what the first call of a sequence needs besides its tokens: nothing, or a context.
 
         Args:

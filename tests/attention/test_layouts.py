@@ -12,12 +12,12 @@ from jaxkv.attention import GroupedQueryAttention, MultiHeadLatentAttention, Mul
 from jaxkv.cache import Paged, Ring
 from jaxkv.testing.caching import Caching
 from jaxkv.testing.conformance import AttentionConformance
-from jaxkv.testing.gradients import Gradients
+from jaxkv.testing.gradients import Rematerialised
 from jaxkv.testing.padding import Padding
 from jaxkv.testing.transforms import Transforms
 
 
-class TestPagedGroupedQuery(Gradients, Transforms):
+class TestPagedGroupedQuery(Rematerialised, Transforms):
     variant = GroupedQueryAttention
     layout = Paged(4)
 
@@ -29,13 +29,13 @@ class TestAllOfPagedGroupedQuery(AttentionConformance):
 
 
 @pytest.mark.full
-class TestPagedLatent(Caching, Gradients, Transforms):
+class TestPagedLatent(Caching, Rematerialised, Transforms):
     variant = MultiHeadLatentAttention
     layout = Paged(3)
 
 
 @pytest.mark.full
-class TestRingMultiQuery(Caching, Padding, Gradients, Transforms):
+class TestRingMultiQuery(Caching, Padding, Rematerialised, Transforms):
     variant = MultiQueryAttention
     layout = Ring(window=16)
     # What a ring keeps means nothing to a query that sees everything.
