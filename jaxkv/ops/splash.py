@@ -105,9 +105,7 @@ class Splash:
                 _precision(o) or "default",
                 self.interpret,
             )
-            # Rounded once: a scale that was rounded itself would move all scores alike.
-            query = o.emptied_query().astype(jnp.float32) * o.scale
-            query = query.astype(o.query.dtype)
+            query = o.emptied_query() * jnp.asarray(o.scale, o.query.dtype)
             out, lse = _attend(how, query, o.emptied(o.key), o.emptied(o.value), *_ids(o))
         return add_sink(out, lse, o.sink_logits)
 
