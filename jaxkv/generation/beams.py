@@ -89,8 +89,11 @@ class Beams(Decoding):
     def prepare(self, model: Decoder, how: How, given: Given, cache: ModelCache) -> None:
         """Checks that nothing is to be drawn."""
         del model, given, cache
-        if how.sampling.temperature:
-            raise ValueError(f"{how.sampling}: beams are searched, not drawn; want temperature 0.")
+        if how.sampling.temperature is not None:
+            raise ValueError(
+                f"temperature={float(how.sampling.temperature):g}: beams are searched, not drawn; "
+                "want temperature 0."
+            )
 
     def begin(
         self, how: How, given: Given, prepared: Any, logits: jax.Array, cache: ModelCache, keys: Any
@@ -177,7 +180,7 @@ class Beams(Decoding):
         scores = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1).reshape(B, K, V)
         scores = (search.scores[..., None] + scores).reshape(B, K * V)
         # A beam has one continuation for each stop token: enough others are among these.
-        number = min(K * (1 + len(how.stop_tokens)), K * V)
+        number = min(K * (1 + how.stop_tokens.size), K * V)
         scores, place = lax.top_k(scores, number)
         beam, token = place // V, place % V
         stops = is_stop(how, token)
@@ -257,7 +260,7 @@ class Beams(Decoding):
         )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def _finish(graph: Any, how: How, decoding: Beams, state: Any, carry: Carry) -> Generation:
     found = decoding.ranked(how, carry)
     tokens, counts = found.tokens[:, 0], found.counts[:, 0]

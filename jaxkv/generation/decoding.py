@@ -14,7 +14,8 @@ import numpy as np
 from jaxkv.cache.index import flagged, unflagged
 from jaxkv.cache.model_cache import ModelCache
 from jaxkv.core.sharding import constrain
-from jaxkv.generation.sampling import Sampling, sample
+from jaxkv.core.trees import static
+from jaxkv.generation.sampling import Draw, sample
 from jaxkv.models.decoder import Decoder
 
 
@@ -81,13 +82,14 @@ class Generation:
         return [StopReason(r).name.lower().replace("_", " ") for r in np.asarray(self.reasons)]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What is asked for: hashable, a constant of the compiled programs."""
+    """What is asked for: the sampling, the stop tokens int32 `[n]`, and the most new tokens."""
 
-    sampling: Sampling
-    stop_tokens: tuple[int, ...]
-    limit: int
+    sampling: Draw
+    stop_tokens: jax.Array
+    limit: int = static()
 
 
 @jax.tree_util.register_dataclass
@@ -255,7 +257,5 @@ def advanced(how: How, carry: Carry, new: jax.Array, count: jax.Array, ended: ja
 
 def is_stop(how: How, tokens: jax.Array) -> jax.Array:
     """Says which tokens are stop tokens."""
-    stops = jnp.zeros(tokens.shape, jnp.bool_)
-    for stop in how.stop_tokens:
-        stops = stops | (tokens == stop)
-    return stops
+    stops = how.stop_tokens.reshape((1,) * tokens.ndim + (-1,))
+    return jnp.any(tokens[..., None] == stops, axis=-1)

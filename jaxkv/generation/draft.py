@@ -124,8 +124,7 @@ class DraftModel(Speculation):
         # The first two are what the drafts are checked with.
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number + 2)
         token = sample(logits, keys, how.sampling)
-        greedy = how.sampling.temperature == 0
-        return token, None if greedy else distribution(logits, how.sampling)
+        return token, None if how.sampling.greedy else distribution(logits, how.sampling)
 
     def learn(self, before: Carry, drafts: Drafts, new: jax.Array, count: jax.Array) -> Drafter:
         """Takes back what the row does not have."""

@@ -24,7 +24,7 @@ from jaxkv.generation.prompts import (
     checked_stops,
     padded_prompts,
 )
-from jaxkv.generation.sampling import Sampling
+from jaxkv.generation.sampling import Sampling, draw_of
 from jaxkv.models.decoder import Decoder
 
 OnTokens = Callable[[list[list[int]]], None]
@@ -137,7 +137,7 @@ class Run:
         check_fit(cache, np.asarray(lengths))
         check_context(cache, context, context_lengths)
         stops = checked_stops(stop_tokens, model.vocab)
-        self.how = How(sampling, stops, int(max_new_tokens))
+        self.how = How(draw_of(sampling), jnp.asarray(stops, jnp.int32), int(max_new_tokens))
         given = Given(tokens, lengths, context, context_lengths)
         prepared = decoding.prepare(model, self.how, given, cache)
         # Its flags are of earlier calls; a row that overflows now is told from those.
@@ -182,13 +182,13 @@ def _prefill(
     return model.logits(jnp.take_along_axis(x, last, axis=1))[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _begin(graph: Any, how: How, state: Any, given: Given, prepared: Any, *read: Any) -> Carry:
     decoding = nnx.merge(graph, state)
     return decoding.begin(how, given, prepared, *read)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _decode(graphs: Any, how: How, states: Any, carry: Carry, tokens: jax.Array) -> Carry:
     """Decodes until some row has `tokens` more, or until every row has stopped."""
     model, decoding = map(nnx.merge, graphs, states)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv.core.trees import static
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -44,29 +46,72 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p}: want 0 <= min_p <= 1.")
 
 
-def filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """A `Sampling` as compiled programs take it: its numbers are arrays, what is off is `None`.
+
+    So other numbers need no other program.
+
+    Attributes:
+      temperature: float32, or `None` for greedy.
+      top_p: float32.
+      min_p: float32.
+      top_k: A size, so a constant.
+    """
+
+    temperature: jax.Array | None
+    top_p: jax.Array | None
+    min_p: jax.Array | None
+    top_k: int | None = static()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature is None
+
+
+def draw_of(sampling: Sampling) -> Draw:
+    """Turns a choice into what programs take."""
+    s = sampling
+
+    def number(x: float, wanted: bool) -> jax.Array | None:
+        return jnp.float32(x) if wanted else None
+
+    return Draw(
+        number(s.temperature, s.temperature > 0),
+        number(s.top_p, s.top_p < 1),
+        number(s.min_p, s.min_p > 0),
+        s.top_k,
+    )
+
+
+def filtered(logits: jax.Array, sampling: Sampling | Draw) -> jax.Array:
     """Applies temperature and filters: float32 `[B, vocab]`, -inf where a token is out.
 
     >>> jnp.exp(filtered(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))).tolist()
     [[0.5, 0.3, 0.0]]
     """
-    logits = logits.astype(jnp.float32) / (sampling.temperature or 1.0)
+    sampling = sampling if isinstance(sampling, Draw) else draw_of(sampling)
+    logits = logits.astype(jnp.float32)
+    if sampling.temperature is not None:
+        logits = logits / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.top_p < 1:
+    if sampling.top_p is not None:
         ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
         share = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(share, axis=-1) - share
         least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.min_p > 0:
-        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
+    if sampling.min_p is not None:
+        least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampling.min_p)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits
 
 
-def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
+def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling | Draw) -> jax.Array:
     """Draws one token for each row.
 
     Args:
@@ -77,7 +122,8 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     Returns:
       int32 `[B]`.
     """
-    if sampling.temperature == 0:
+    sampling = sampling if isinstance(sampling, Draw) else draw_of(sampling)
+    if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept = filtered(logits, sampling)
     return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)

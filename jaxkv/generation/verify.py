@@ -6,10 +6,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxkv.generation.sampling import Sampling, filtered
+from jaxkv.generation.sampling import Draw, filtered
 
 
-def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def distribution(logits: jax.Array, sampling: Draw) -> jax.Array:
     """Gives the probabilities that tokens are drawn with: float32, shaped as `[..., vocab]`."""
     kept = filtered(logits.reshape(-1, logits.shape[-1]), sampling)
     return jax.nn.softmax(kept, axis=-1).reshape(logits.shape)
@@ -21,7 +21,7 @@ def verified(
     count: jax.Array,
     probabilities: jax.Array | None,
     keys: jax.Array,
-    sampling: Sampling,
+    sampling: Draw,
 ) -> tuple[jax.Array, jax.Array]:
     """Accepts drafted tokens so that the result is distributed as if none had been drafted.
 
@@ -44,7 +44,7 @@ def verified(
     n = drafts.shape[1]
     at = jnp.arange(n + 1, dtype=jnp.int32)[None]
     real = at[:, :n] < count[:, None]
-    if sampling.temperature == 0:
+    if sampling.greedy:
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return best, _leading((best[:, :n] == drafts) & real)
     target = distribution(logits, sampling)

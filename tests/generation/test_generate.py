@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.generation import Sampling, generate
+from jaxkv.generation import PromptLookup, Sampling, generate
 from jaxkv.generation import loop as generate_loop
 from jaxkv.generation.timing import measure_decoding
 
@@ -127,6 +127,30 @@ def test_decode_compiles_once_for_all_lengths() -> None:
     for prompt in ([1], [1, 2, 3, 4], [9, 8, 7]):
         generate(decoder, [prompt], max_new_tokens=6, cache=decoder.init_cache(1, 32))
     assert generate_loop._decode._cache_size() - before <= 1
+
+
+@pytest.mark.parametrize("decoding", [None, PromptLookup(draft=2)], ids=str)
+def test_other_numbers_need_no_other_program(decoding: Any) -> None:
+    def sizes() -> list[int]:
+        programs = (generate_loop._prefill, generate_loop._begin, generate_loop._decode)
+        return [program._cache_size() for program in programs]
+
+    def drawn(**numbers: Any) -> list[list[int]]:
+        stop = numbers.pop("stop", 1)
+        return generate(
+            model(),
+            PROMPTS,
+            max_new_tokens=6,
+            sampling=Sampling(**{"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, **numbers}),
+            stop_tokens=stop,
+            decoding=decoding,
+        ).rows()
+
+    first, before = drawn(), sizes()
+    others = [drawn(temperature=5.0), drawn(top_p=0.2), drawn(min_p=0.6), drawn(stop=first[0][1])]
+    assert sizes() == before
+    assert all(rows != first for rows in others)
+    assert drawn() == first
 
 
 @pytest.mark.parametrize(

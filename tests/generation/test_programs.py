@@ -13,6 +13,7 @@ import jaxkv
 from jaxkv.generation import Beams, Decoding, PromptLookup, Sampling
 from jaxkv.generation import loop as generate_loop
 from jaxkv.generation.decoding import Given, How
+from jaxkv.generation.sampling import draw_of
 from jaxkv.testing.hlo import cache_sized_ops
 
 pytestmark = pytest.mark.as_shipped
@@ -30,7 +31,8 @@ def model(*kinds: Any) -> jaxkv.Decoder:
 def loop(built: jaxkv.Decoder, decoding: Decoding, cache: Any) -> Any:
     """Compiles the decode loop, and gives the shapes of its state."""
     given = Given(*(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((ROWS, 8), (ROWS,))), None, None)
-    how, (graph, state) = How(Sampling(), (), 8), generate_loop._parted(decoding)
+    how = How(draw_of(Sampling()), jnp.zeros((0,), jnp.int32), 8)
+    graph, state = generate_loop._parted(decoding)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ROWS))
     logits = jax.ShapeDtypeStruct((ROWS, built.vocab), jnp.float32)
     carry = jax.eval_shape(

@@ -13,6 +13,7 @@ import pytest
 import jaxkv
 from jaxkv.generation import DraftModel, PromptLookup, Sampling, generate
 from jaxkv.generation.lookup import looked_up
+from jaxkv.generation.sampling import draw_of
 from jaxkv.generation.verify import verified
 from tests.generation.models import PROMPTS, check_cache, model, scores
 
@@ -198,7 +199,7 @@ def test_verified_drafts_are_distributed_as_the_target(drawn: bool) -> None:
     target = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (rows, *p.shape))
     chances = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (rows, *q.shape)) if drawn else None
     count = jnp.full((rows,), 2, jnp.int32)
-    check = jax.jit(functools.partial(verified, sampling=Sampling(1.0)))
+    check = jax.jit(functools.partial(verified, sampling=draw_of(Sampling(1.0))))
     new, agreed = map(np.asarray, check(target, drafts, count, chances, keys[1]))
     assert _far_off(np.bincount(new[:, 0], minlength=4), p[0]) < 5
     second = new[agreed >= 1, 1]
