@@ -115,6 +115,8 @@ LAYOUTS = {
 }
 CODECS: dict[str, Codec] = {
     "float32": Raw(jnp.float32),
+    "bfloat16": Raw(jnp.bfloat16),
+    "float16": Raw(jnp.float16),
     "int8": Int8(),
     "int4": Int4(group=4),
     "float8": Float8(),

@@ -84,7 +84,13 @@ ANY_BATCH: dict[str, Layout] = {
 
 
 @pytest.mark.parametrize("name", ANY_BATCH)
-@pytest.mark.parametrize("codec", [Raw(jnp.float32), Int8(), Int4()], ids=["raw", "int8", "int4"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(Raw(jnp.float32), id="raw"),
+        *(pytest.param(c, id=str(c), marks=pytest.mark.full) for c in (Int8(), Int4())),
+    ],
+)
 def test_jax_17_every_layout_can_be_exported_for_any_batch(name: str, codec: Codec) -> None:
     spec, heads = SPECS["gqa"]
     how = scoring(spec)

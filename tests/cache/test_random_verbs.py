@@ -74,7 +74,14 @@ class Setting:
 
 
 # How far a number of size 1 to 4 is moved by each codec.
-ROUNDING = {"float32": 0.0, "int8": 0.02, "int4": 0.4, "float8": 0.3}
+ROUNDING = {
+    "float32": 0.0,
+    "bfloat16": 0.01,
+    "float16": 0.002,
+    "int8": 0.02,
+    "int4": 0.4,
+    "float8": 0.3,
+}
 # (record, rule, whether there are a mask, a bias and a soft-cap too)
 USUAL = [
     ("gqa", "causal", False),
@@ -89,7 +96,8 @@ def covering() -> list[Setting]:
     """Takes every layout with exact and with coded records, every codec, every record and rule."""
     settings = [Setting(name, "contiguous", "float32", rule, m) for name, rule, m in USUAL[:3]]
     pairs = [(layout, codec) for layout in LAYOUTS for codec in ("float32", "int8")][1:]
-    pairs += [("contiguous", "int4"), ("ring", "float8")]
+    pairs += [("contiguous", "int4"), ("ring", "float8"), ("paged", "bfloat16")]
+    pairs += [("evicting", "float16")]
     for number, (layout, codec) in enumerate(pairs):
         name, rule, masked = USUAL[(number + 3) % len(USUAL)]
         settings.append(Setting(name, layout, codec, rule, masked))

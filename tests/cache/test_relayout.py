@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.cache import Contiguous, Int8, LayerCache, Paged, Raw, Ring, create_layer, gather_layers
+from jaxkv.cache import (
+    Codec,
+    Contiguous,
+    Float8,
+    Int4,
+    Int8,
+    LayerCache,
+    Paged,
+    Raw,
+    Ring,
+    create_layer,
+    gather_layers,
+)
 from jaxkv.testing.suite import written
 from jaxkv.testing.tolerances import assert_trees_equal
 from tests.cache.feeding import fed
@@ -21,10 +33,17 @@ LAYOUTS = {"contiguous": Contiguous(), "paged": Paged(4), "ring": Ring(12)}
 LENGTHS = [3, 9, 0]
 
 
+KINDS: dict[str, Codec] = {
+    "raw": Raw(jnp.float32),
+    "int8": Int8(),
+    "int4": Int4(),
+    "float8": Float8(),
+}
+
+
 def filled(layout: str, codec: str = "raw", lanes: int = 1, capacity: int = 12) -> LayerCache:
-    kinds = {"raw": Raw(jnp.float32), "int8": Int8()}
     spec, heads = SPECS["gqa"]
-    cache = create_layer(spec, kinds[codec], 3, capacity, layout=LAYOUTS[layout], lanes=lanes)
+    cache = create_layer(spec, KINDS[codec], 3, capacity, layout=LAYOUTS[layout], lanes=lanes)
     given = draw_tokens(np.random.default_rng(0), spec, heads, 3, 9)
     return fed(scoring(spec), cache, given, counts=LENGTHS, width=9)[2]
 
@@ -33,7 +52,8 @@ MOVES = [
     pytest.param(*move, *how, marks=[] if number % 3 == 0 else pytest.mark.full)
     for number, (move, how) in enumerate(
         itertools.product(
-            itertools.permutations(LAYOUTS, 2), [("raw", 1), ("int8", 1), ("raw", 128), ("raw", 1)]
+            itertools.permutations(LAYOUTS, 2),
+            [("raw", 1), ("int8", 1), ("raw", 128), ("int4", 1), ("float8", 1)],
         )
     )
 ]
@@ -56,6 +76,26 @@ def test_tokens_keep_their_bits_and_go_on(old: str, new: str, codec: str, lanes:
     back = moved.convert(layout=LAYOUTS[old], capacity=12)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, before)
     assert_trees_equal(written(back), written(before))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("old", KINDS)
+def test_other_codecs_encode_what_was_stored(layout: str, old: str) -> None:
+    before = filled(layout, old)
+    spec = before.records.spec
+    want = before.records.codec.decode(spec, before.records.planes)
+    there = np.asarray(before.layout.places(before.index, before.records.slots)[2]) >= 0
+    for new, codec in KINDS.items():
+        moved = jax.jit(lambda c, codec=codec: c.convert(codec=codec))(before)
+        assert moved.records.codec == codec and moved.lengths.tolist() == LENGTHS
+        got = moved.records.codec.decode(spec, moved.records.planes)
+        for one, other in zip(got, codec.decode(spec, codec.encode(spec, *want)), strict=True):
+            entry, slot, _ = before.layout.places(before.index, before.records.slots)
+            at = np.asarray(entry)[there], np.asarray(slot)[there]
+            # Programs may round a scale to the last bit in two ways.
+            np.testing.assert_allclose(np.asarray(one)[at], np.asarray(other)[at], rtol=1e-6)
+        if new == old:
+            assert_trees_equal(written(moved), written(before))
 
 
 def test_a_ring_keeps_the_last_tokens_of_a_longer_row() -> None:

@@ -114,7 +114,8 @@ def test_compare_sets_caches_beside_the_default_one(
 
 def test_names_of_caches_give_layout_and_codec() -> None:
     given = (
-        " ring:256, PAGED:16+int4 ,int4:32+ring,sinks:60,float8,bfloat16+paged,kivi,kivi2:8+paged"
+        " ring:256, PAGED:16+int4 ,int4:32+ring,sinks:60,float8,bfloat16+paged,kivi,kivi2:8+paged,"
+        "contiguous+int8"
     )
     assert parse_caches(given) == {
         "ring:256": CacheChoice(Ring(256)),
