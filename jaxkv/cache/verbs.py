@@ -306,7 +306,6 @@ class Verbs:
         number = len(self._parts()[1])
         left = jnp.where(rows < 0, self.lengths, count)
         forked = self._taken(jnp.where(rows < 0, own, rows), number, left)
-        left = jnp.where(rows < 0, forked.lengths, count)
         shared, refused = forked._rolled_back(forked.lengths - left)
         raise_if(
             refused, lambda: f"share of the first {count} tokens of rows that hold {self.lengths}"

@@ -41,7 +41,7 @@ def compare(
     import jax
 
     from jaxkv.cli import compare_report as report
-    from jaxkv.cli.comparison import check_text, compare_variant, write_sample
+    from jaxkv.cli.comparison import compare_variant, read_text, write_sample
     from jaxkv.cli.numerics import compute_numerics
     from jaxkv.cli.saved import make_folder
     from jaxkv.cli.shown import Shown
@@ -59,14 +59,14 @@ def compare(
         sized = dataclasses.replace(sized, steps=steps)
     numerics = compute_numerics(dtype)
     choices = parse_caches(cache) if cache is not None else {}
-    check_text(text, sized)
+    data = read_text(text, sized)
     make_folder(output)
     console, start, results, models = Console(), time.perf_counter(), [], []
     real = report.real_rows()
     with Shown([name.upper() for name in names] + ["text and pictures"]) as shown:
         for name in names:
             show = functools.partial(shown.show, name.upper())
-            model, result = compare_variant(name, sized, text, seeds, numerics, show, choices)
+            model, result = compare_variant(name, sized, data, seeds, numerics, show, choices)
             models.append(model)
             results.append(result)
         smallest = min(range(len(results)), key=lambda i: results[i].cache_bytes_per_token)

@@ -95,8 +95,8 @@ class Result:
 Report = Callable[[str, float], None]
 
 
-def check_text(text: Path | None, size: Size) -> None:
-    """Checks that a text is long enough to be trained on and decoded.
+def read_text(text: Path | None, size: Size) -> TextData:
+    """Reads a text, Shakespeare's if `None`, that is long enough to be trained on and decoded.
 
     Raises:
       ValueError: Naming how long it is and has to be.
@@ -111,12 +111,13 @@ def check_text(text: Path | None, size: Size) -> None:
             f"{data.name} is too short: {size.live:,} bytes are decoded of its validation part, "
             f"which has {held:,} of its {whole:,}: want about {want:,}."
         )
+    return data
 
 
 def compare_variant(
     variant: str,
     size: Size,
-    text: Path | None,
+    data: TextData,
     seeds: int,
     numerics: Numerics,
     report: Report,
@@ -126,7 +127,6 @@ def compare_variant(
     base = next(iter(VARIANTS))
     target = count_parameters(make_decoder(base, size))
     width = default_mlp(size) if variant == base else matched_mlp(variant, size, target)
-    data = TextData.read_file(text)
     losses, curves, first = [], [], None
     for seed in range(seeds):
         model = make_decoder(variant, size, mlp_features=width, numerics=numerics, seed=seed)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from jaxkv.core.extras import require
 
-# What a user can cause: these end in one clear line; anything else is ours and shows its trace.
 STOPPED = 130  # what a shell says of a program that Ctrl-C ended
+# What a user can cause: these end in one clear line; anything else is ours and shows its trace.
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Self
 
@@ -25,7 +24,7 @@ class Shown:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"))
         self._bars = Progress(*columns, TimeElapsedColumn(), console=console)
         self._tasks = {p: self._bars.add_task(p, total=1.0, what="waiting") for p in parts}
-        self._lines = None if console.is_terminal else Lines(_print)
+        self._lines = None if console.is_terminal else Lines()
 
     def __enter__(self) -> Self:
         if self._lines is None:
@@ -41,7 +40,3 @@ class Shown:
         self._bars.update(self._tasks[part], completed=share, what=what)
         if self._lines is not None:
             self._lines.say(f"{part} {share:4.0%} {what}")
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

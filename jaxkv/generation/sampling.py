@@ -71,8 +71,10 @@ class Draw:
         return self.temperature is None
 
 
-def draw_of(sampling: Sampling) -> Draw:
-    """Turns a choice into what programs take."""
+def draw_of(sampling: Sampling | Draw) -> Draw:
+    """Turns a choice into what programs take, unless it is that already."""
+    if isinstance(sampling, Draw):
+        return sampling
     s = sampling
 
     def number(x: float, wanted: bool) -> jax.Array | None:
@@ -92,7 +94,7 @@ def filtered(logits: jax.Array, sampling: Sampling | Draw) -> jax.Array:
     >>> jnp.exp(filtered(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))).tolist()
     [[0.5, 0.3, 0.0]]
     """
-    sampling = sampling if isinstance(sampling, Draw) else draw_of(sampling)
+    sampling = draw_of(sampling)
     logits = logits.astype(jnp.float32)
     if sampling.temperature is not None:
         logits = logits / sampling.temperature
@@ -122,7 +124,7 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling | Draw) -> jax
     Returns:
       int32 `[B]`.
     """
-    sampling = sampling if isinstance(sampling, Draw) else draw_of(sampling)
+    sampling = draw_of(sampling)
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept = filtered(logits, sampling)

@@ -3,30 +3,27 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, Self
 
 from jaxkv.core.extras import require
 
 
 class Lines:
-    """Prints plain lines where no bar can move (a log file, a pipe): one every few seconds.
+    """Prints plain lines on stderr where no bar can move (a log file, a pipe).
 
     Args:
-      write: Called with a line.
       pause: Seconds between two lines.
     """
 
-    def __init__(self, write: Callable[[str], Any], pause: float = 5.0) -> None:
-        self._write, self._pause, self._next = write, pause, 0.0
+    def __init__(self, pause: float = 5.0) -> None:
+        self._pause, self._next = pause, 0.0
 
     def say(self, text: str) -> None:
         """Prints a line, unless one was printed just before."""
         if time.monotonic() >= self._next:
-            self._write(text)
+            print(text, file=sys.stderr, flush=True)
             self._next = time.monotonic() + self._pause
 
 
@@ -64,7 +61,7 @@ class Progress:
         self._task = self._bar.add_task("", total=steps, completed=done)
         self._validation = ""
         if not console.is_terminal:
-            self._lines = Lines(functools.partial(print, file=sys.stderr, flush=True))
+            self._lines = Lines()
 
     def __enter__(self) -> Self:
         if self._bar is not None:
