@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxkv.cache.codecs import Codec, Planes, Raw
 from jaxkv.cache.spec import KVSpec
-from jaxkv.core.numerics import lone_row_doubled
+from jaxkv.core.products import project
 from jaxkv.core.sharding import constrain, current_mesh, out_sharding
 
 # Rows up to which a product of each head's own kernel is a sum on CPU.
@@ -36,8 +36,8 @@ def expand(weights: LatentWeights, record: jax.Array) -> tuple[jax.Array, jax.Ar
     """
     C = weights.key_up.shape[0]
     latent, shared = record[:, :, 0, :C], record[..., C:]
-    key = _product("btc,cnh->btnh", latent, weights.key_up)
-    value = _product("btc,cnv->btnv", latent, weights.value_up)
+    key = project(latent, weights.key_up, 1, ("heads", None))
+    value = project(latent, weights.value_up, 1, ("heads", None))
     shared = jnp.broadcast_to(shared, (*key.shape[:3], shared.shape[-1]))
     shared = constrain(shared, ("batch", None, "heads", None))
     return jnp.concatenate([key, shared], axis=-1), value
@@ -113,12 +113,8 @@ def _per_head(expr: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _product(expr: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Multiplies an activation by a per-head kernel, placed by rows and heads."""
-    rows = lone_row_doubled(x, 1) if x.shape[0] == 1 else x
     result = expr.split("->")[1]
-    sizes = dict(
-        zip(expr.split("->")[0].replace(",", ""), (*rows.shape, *kernel.shape), strict=True)
-    )
+    sizes = dict(zip(expr.split("->")[0].replace(",", ""), (*x.shape, *kernel.shape), strict=True))
     names = {"b": "batch", "n": "heads"}
     axes, shape = [names.get(a) for a in result], [sizes[a] for a in result]
-    y = jnp.einsum(expr, rows, kernel, out_sharding=out_sharding(axes, shape))
-    return y[:, : x.shape[1]]
+    return jnp.einsum(expr, x, kernel, out_sharding=out_sharding(axes, shape))

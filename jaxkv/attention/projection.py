@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import jax
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 from jaxkv.attention.options import Initializer
-from jaxkv.core.numerics import Numerics, lone_row_doubled
-from jaxkv.core.sharding import out_sharding
+from jaxkv.core.numerics import Numerics
+from jaxkv.core.products import project
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
 BIAS_INIT = nnx.initializers.zeros_init()
@@ -91,20 +90,8 @@ class Projection(nnx.Module):
         """Projects `[B, T, *in]` to `[B, T, *out]` in the compute dtype."""
         x = self.numerics.compute(x)
         kernel = self.kernel[...].astype(x.dtype)
-        lone = x.shape[0] == 1
-        rows = lone_row_doubled(x, 1) if lone else x
-        leading = x.ndim - self.inputs
-        contract = (tuple(range(leading, x.ndim)), tuple(range(self.inputs)))
-        shape = (*rows.shape[:leading], *kernel.shape[self.inputs :])
-        y = lax.dot_general(
-            rows,
-            kernel,
-            (contract, ((), ())),
-            precision=self.numerics.precision,
-            out_sharding=out_sharding(("batch", None, *self.out_axes), shape),
-        )
-        y = y[:, : x.shape[1]] if lone else y
+        y = project(x, kernel, self.inputs, self.out_axes, self.numerics.precision)
         if self.bias is not None:
             bias = self.bias[...].astype(y.dtype)
-            y = y + bias.reshape((1,) * leading + bias.shape)
+            y = y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
         return y

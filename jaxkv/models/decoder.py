@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from jaxkv.attention.heads import check_rate
 from jaxkv.attention.options import written_out
@@ -28,7 +27,8 @@ from jaxkv.cache.index import Layout
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache, gather_layers
 from jaxkv.cache.shared import SharedKV
-from jaxkv.core.numerics import Numerics, lone_row_doubled
+from jaxkv.core.numerics import Numerics
+from jaxkv.core.products import unembed
 from jaxkv.core.sharding import out_sharding
 from jaxkv.core.trees import check_arrays, check_sizes, is_known
 from jaxkv.models.block import Block, Norm, dropped, norm_maker
@@ -243,16 +243,7 @@ class Decoder(nnx.Module):
         if self.head is not None:
             return self.head(x)
         table = self.embedding[...].astype(x.dtype)
-        rows = lone_row_doubled(x, 1) if x.shape[0] == 1 else x
-        shape = (*rows.shape[:2], self.vocab)
-        scores = lax.dot_general(
-            rows,
-            table,
-            (((2,), (1,)), ((), ())),
-            precision=self.numerics.precision,
-            out_sharding=out_sharding(("batch", None, "vocab"), shape),
-        )
-        return scores[:, : x.shape[1]]
+        return unembed(x, table, self.numerics.precision)
 
     def init_cache(
         self,
