@@ -137,7 +137,19 @@ LIKE_GROUPED_QUERY = (
     "test_jax_16_gradients_reach_the_prefix",
     "test_masks_follow_the_tokens_of_a_padded_row",
     "test_a_cache_of_several_blocks",
+    "test_pairs_of_compute_and_cache_dtype",
+    "test_row_01_a_left_padded_batch",
+    "test_a_mask_hides_keys",
+    "test_a_window_shows_so_many_keys",
+    "test_score_options_act_alike",
+    "test_a_score_option_has_an_effect",
+    "test_sco_07_a_given_scale",
+    "test_lane_padding_changes_nothing",
+    "test_rounded_records_do_not_depend",
+    "test_msk_01_one_token_steps",
     "test_a_mesh_changes_nothing[8x1",
     "test_a_mesh_changes_nothing[2x4-explicit",
     "test_a_mesh_changes_nothing[1x8-auto",
 )
+# Every shape of mesh and both kinds are left.
+SOME_MESHES = ("test_a_mesh_changes_nothing[8x1-auto", "test_a_mesh_changes_nothing[1x8-auto")

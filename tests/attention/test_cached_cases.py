@@ -21,8 +21,18 @@ from tests.ops.suite import IMPLEMENTATIONS
 X = np.random.default_rng(0).normal(size=(2, 11, 16)).astype(np.float32)
 
 
-@pytest.mark.parametrize("layout", [None, Ring(3), Paged(4)], ids=str)
-@pytest.mark.parametrize("variant", [GroupedQueryAttention, MultiHeadLatentAttention])
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        (GroupedQueryAttention, None),
+        (GroupedQueryAttention, Ring(3)),
+        (MultiHeadLatentAttention, Paged(4)),
+        pytest.param(GroupedQueryAttention, Paged(4), marks=pytest.mark.full),
+        pytest.param(MultiHeadLatentAttention, None, marks=pytest.mark.full),
+        pytest.param(MultiHeadLatentAttention, Ring(3), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_win_08_a_chunk_equals_one_prefill(variant: type, layout: Layout | None) -> None:
     attn = variant(16, 4, window=3, rotary=Rotary(50.0), rngs=nnx.Rngs(0))
     want, _ = feed(attn, X[:, :10], attn.init_cache(2, 12, layout=layout), [10])
@@ -45,7 +55,10 @@ def test_win_10_a_one_token_step_keeps_the_window(variant: type) -> None:
     assert_close(steps[0], want[:, 10:])
 
 
-@pytest.mark.parametrize("variant", [GroupedQueryAttention, MultiHeadLatentAttention])
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(GroupedQueryAttention, marks=pytest.mark.full), MultiHeadLatentAttention],
+)
 def test_chk_07_every_implementation_agrees_with_and_without_a_cache(variant: type) -> None:
     found = {}
     # Eleven tokens are one tile by default.

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from jaxkv.attention import CrossAttention
 from jaxkv.testing.conformance import CrossConformance
+from tests.attention.formulas import SOME_MESHES
 
 
 class TestCrossAttention(CrossConformance):
+    in_full = SOME_MESHES
     variant = CrossAttention

@@ -82,7 +82,10 @@ def test_mla_08_key_and_value_widths_differ_on_every_path() -> None:
     attn = perturbed(attn)
     want = head_attention(parameters(attn), X, 50.0)
     # The same paths with these widths through every codec: tests/cache/test_random_verbs.py.
-    for numerics in (Numerics(), *(Numerics(implementation=i) for i in IMPLEMENTATIONS.values())):
+    everywhere = (None, Paged(2), Paged(4), Ring(7))
+    paths = [(Numerics(), everywhere)]
+    paths += [(Numerics(implementation=i), (Paged(2),)) for i in IMPLEMENTATIONS.values()]
+    for numerics, layouts in paths:
         other = MultiHeadAttention(
             *(16, 4),
             head_dim=6,
@@ -94,7 +97,7 @@ def test_mla_08_key_and_value_widths_differ_on_every_path() -> None:
         )
         nnx.update(other, nnx.state(attn))
         assert_close(call(other, X)[0], want)
-        for layout in (None, Paged(2), Paged(4), Ring(7)):
+        for layout in layouts:
             cache = other.init_cache(2, 7, layout=layout)
             assert_close(feed(other, X, cache, [3, 3])[0], want, what=f"{numerics}, {layout}")
 

@@ -18,13 +18,14 @@ from jaxkv.core.rotary_scaling import YaRN
 from jaxkv.testing.conformance import AttentionConformance
 from jaxkv.testing.suite import call, feed, quick_jit
 from jaxkv.testing.tolerances import assert_close, assert_trees_close
-from tests.attention.formulas import latent_attention, parameters, perturbed
+from tests.attention.formulas import SOME_MESHES, latent_attention, parameters, perturbed
 
 X = np.random.default_rng(0).normal(size=(2, 6, 16)).astype(np.float32)
 FORMS = ("absorbed", "expanded")
 
 
 class TestConformance(AttentionConformance):
+    in_full = SOME_MESHES
     variant = MultiHeadLatentAttention
     # All widths differ, and the form is absorbed up to 7 new tokens and expanded from 8 on.
     sizes: ClassVar[dict[str, Any]] = {

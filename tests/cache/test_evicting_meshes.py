@@ -39,8 +39,8 @@ def run(kind: str, cache: LayerCache, tokens: Any, counts: Any) -> Any:
     ("kind", "policy", "mode", "shape"),
     [
         ("heads", "h2o", "explicit", (2, 4)),
-        ("heads", "h2o", "auto", (2, 4)),
-        ("heads", "tova", "explicit", (2, 4)),
+        pytest.param("heads", "h2o", "auto", (2, 4), marks=FULL),
+        pytest.param("heads", "tova", "explicit", (2, 4), marks=FULL),
         ("latent", "h2o", "explicit", (2, 4)),
         pytest.param("latent", "tova", "auto", (1, 8), marks=FULL),
         pytest.param("heads", "tova", "auto", (1, 8), marks=FULL),

@@ -46,7 +46,7 @@ def called(model: jaxkv.Decoder, tokens: jax.Array, cache: Any = None) -> Any:
     return model(tokens, cache=cache)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [pytest.param("exact", marks=pytest.mark.full), "coded"])
 def test_every_layer_may_have_its_own_layout_and_codec(name: str) -> None:
     codecs, bound = CODECS[name]
     want, _ = called(model(), TOKENS)
@@ -67,6 +67,7 @@ def test_every_layer_may_have_its_own_layout_and_codec(name: str) -> None:
         assert float(jnp.max(jnp.abs(got[0] - want))) > 1e-3
 
 
+@pytest.mark.full
 def test_budgets_may_fall_from_layer_to_layer() -> None:
     budgets = jaxkv.pyramid_budgets(6, 4, 3.0)
     assert budgets == [10, 7, 5, 2]

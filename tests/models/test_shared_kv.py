@@ -185,9 +185,9 @@ def stepped(kind: str, cache: Any, tokens: jax.Array, width: int = 5) -> tuple[j
 
 
 # The width of a decode step is 1; where it is 5, the program of the chunks does the steps too.
-WAYS = [("gqa", "contiguous", 5), ("gqa", "ring", 5), ("gqa", "paged", 5), ("gqa", "int8", 5)]
-WAYS += [("mla", "contiguous", 5), ("mla", "ring", 1)]
+WAYS = [("gqa", "contiguous", 5), ("gqa", "paged", 5), ("gqa", "int8", 5), ("mla", "ring", 1)]
 FULL = [(kind, layout, 6 - width) for kind, layout, width in WAYS]
+FULL += [("gqa", "ring", 5), ("gqa", "ring", 1), ("mla", "contiguous", 5), ("mla", "contiguous", 1)]
 FULL += [("mla", "paged", 1), ("mla", "int8", 5)]
 
 

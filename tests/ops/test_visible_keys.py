@@ -51,7 +51,9 @@ class TestCausal:
         assert_close(end.ravel(), [1.5, 2.0])
         assert_close(start.ravel(), [0.0, 0.5])
 
-    @pytest.mark.parametrize("T", range(1, 7))
+    @pytest.mark.parametrize(
+        "T", [1, 2, 5, 6, *(pytest.param(T, marks=pytest.mark.full) for T in (3, 4))]
+    )
     def test_msk_04_unequal_lengths_at_every_offset(self, implementation, T):
         offsets = np.arange(-1, 7)  # one row each; the last ones stand beyond the keys
         options = {"causal": True, "offset": offsets}
