@@ -58,7 +58,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(2, 64, 8, 64, 16, 120, learning_rate=4e-3, timed=32),
+    "tiny": Size(2, 64, 8, 64, 16, 72, learning_rate=5e-3, timed=32),
     "small": Size(4, 128, 8, 128, 8, 300, learning_rate=2e-3),
     "medium": Size(6, 384, 12, 256, 32, 1000, live=2048),
     "large": Size(12, 768, 12, 512, 32, 2000, live=4096),
