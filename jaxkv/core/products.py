@@ -117,9 +117,7 @@ def _in_parts(x: jax.Array, kernel: jax.Array, precision: Any) -> jax.Array:
     rows, channels = x.shape
     parts = part_count(channels)
     # Put together row by row: a transposed operand would make XLA widen all weights.
-    split = [row.reshape(parts, 1, -1) for row in x]
-    x = jnp.concatenate(split * -(-LEAST_ROWS // rows) if rows > 1 else split, axis=1)
-    x = jnp.broadcast_to(x, (parts, max(x.shape[1], LEAST_ROWS), channels // parts))
+    x = _at_least(jnp.concatenate([row.reshape(parts, 1, -1) for row in x], axis=1))
     y = lax.dot_general(
         x,
         kernel.reshape(parts, channels // parts, -1),
@@ -142,6 +140,5 @@ def part_count(channels: int) -> int:
 
 
 def _at_least(x: jax.Array) -> jax.Array:
-    """Repeats rows `[M, I]` until there are `LEAST_ROWS`."""
-    rows = x.shape[0]
-    return x if rows >= LEAST_ROWS else jnp.concatenate([x] * -(-LEAST_ROWS // rows))
+    """Repeats rows `[..., M, I]` until there are `LEAST_ROWS`."""
+    return jnp.tile(x, (-(-LEAST_ROWS // x.shape[-2]), 1))
