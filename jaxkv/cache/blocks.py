@@ -8,12 +8,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Ends, Index
 from jaxkv.cache.reading import Reading, Tile
 from jaxkv.cache.write import add_window, tile_rows, window_of
+from jaxkv.core.indexing import item, items, put_stretch, quotient, remainder, stretch
 from jaxkv.ops.operands import Extras, distances
 
 
@@ -35,11 +35,11 @@ class Unit:
     @property
     def row(self) -> jax.Array:
         """The row's number, int32."""
-        return self.number // self._units()
+        return quotient(self.number, self._units())
 
     def span(self) -> tuple[jax.Array, jax.Array]:
         """Bounds the row's live blocks that its queries may see."""
-        order = self.q_order[self.row]
+        order = item(self.q_order, self.row)
         reach = self.how.rule.reach(order[0], order[-1])
         layout, tile = self.how.layout, self.tile
         first, end = layout.span(self._index(), self.row, tile.slots, tile.size, reach)
@@ -52,7 +52,9 @@ class Unit:
 
         def emptied(x: jax.Array, stride: int) -> jax.Array:
             heads, size = self._heads(x.shape[1]), self.tile.run // stride
-            places = [(e, self._aligned(x, slot // stride, size, stride)) for e, slot, _ in runs]
+            places = [
+                (e, self._aligned(x, quotient(slot, stride), size, stride)) for e, slot, _ in runs
+            ]
             window = _joined([_to_multiply(x, e, slot, size, heads)[0] for e, slot in places], 1)
             filled = (order[::stride] >= 0).reshape((1, -1) + (1,) * (window.ndim - 2))
             return jnp.where(filled, window, jnp.zeros((), window.dtype))
@@ -61,7 +63,7 @@ class Unit:
 
     def seen(self, order: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Says which keys of a block each query row sees: bool `[heads|1, M, Z]`."""
-        seen = self.how.rule.allows(self.q_order[self.row][:, None], order[None])
+        seen = self.how.rule.allows(item(self.q_order, self.row)[:, None], order[None])
         seen = jnp.broadcast_to(seen[None, None], (1, 1, *seen.shape))
         if self.mask is not None:
             seen = seen & self._columns(self.mask, order)
@@ -80,9 +82,9 @@ class Unit:
             bias = _per_query(self._columns(bias, order).astype(jnp.float32), shape)
         if slopes is not None:
             first, count = self._heads(slopes.shape[0])
-            own = lax.dynamic_slice_in_dim(slopes.astype(jnp.float32), first, count)
+            own = stretch(slopes.astype(jnp.float32), first, count)
             slopes = _per_query(own[None, :, None, None], shape)
-            distance = distances(self.q_order[self.row], order)
+            distance = distances(item(self.q_order, self.row), order)
             distance = _per_query(distance[None, None], shape)
         return Extras(bias, slopes, distance)
 
@@ -96,15 +98,15 @@ class Unit:
             size = self.tile.run // strides[name]
             for number, (entry, slot, _) in enumerate(runs):
                 run = window[:, :, number * size : (number + 1) * size]
-                total = add_window(total, run, entry, slot // strides[name], head)
+                total = add_window(total, run, entry, quotient(slot, strides[name]), head)
             out[name] = total
         return out
 
     def add_slots(self, total: jax.Array, x: jax.Array, j: jax.Array) -> jax.Array:
         """Adds `x [heads, Z]` of block j to the slots `[heads, S]` of the row's entry."""
         ((_, slot, _),) = self._runs(j)
-        old = lax.dynamic_slice_in_dim(total, slot, self.tile.size, 1)
-        return lax.dynamic_update_slice_in_dim(total, old + x, slot, 1)
+        old = stretch(total, slot, self.tile.size, 1)
+        return put_stretch(total, old + x, slot, 1)
 
     def add_bias(
         self, total: jax.Array | None, grad: jax.Array | None, order: jax.Array
@@ -127,9 +129,9 @@ class Unit:
         if total is None or grad is None:
             return None
         first, count = self._heads(total.shape[0])
-        old = lax.dynamic_slice_in_dim(total, first, count)
+        old = stretch(total, first, count)
         new = jnp.sum(grad.reshape(count, -1), axis=1)
-        return lax.dynamic_update_slice_in_dim(total, old + new, first, 0)
+        return put_stretch(total, old + new, first)
 
     def _runs(self, j: jax.Array) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         """Finds block j, whose slots lie in one entry or are several whole ones."""
@@ -148,21 +150,21 @@ class Unit:
         rows = tile_rows(x)
         if size % rows or (self._ends().held // stride) % rows:
             return slot
-        return slot // rows * rows
+        return quotient(slot, rows) * rows
 
     def _ends(self) -> Ends:
         slots = self.tile.slots
         return Ends(slots, self.how.held if self.how.layout.reads_padding else slots)
 
     def _index(self) -> Index:
-        return self.how.layout.at_head(self.index, self.number % self._units())
+        return self.how.layout.at_head(self.index, remainder(self.number, self._units()))
 
     def _heads(self, have: int) -> tuple[jax.Array, int]:
         """Tells this unit's first one and number of `have` heads; a single one is shared."""
         units = self._units()
         if have == 1:
             return jnp.zeros_like(self.number), 1
-        return self.number % units * (have // units), have // units
+        return remainder(self.number, units) * (have // units), have // units
 
     def _units(self) -> int:
         """Counts the units of a row."""
@@ -173,9 +175,8 @@ class Unit:
 
     def _columns(self, x: jax.Array, order: jax.Array) -> jax.Array:
         first, count = self._heads(x.shape[1])
-        row = lax.dynamic_index_in_dim(x, self._row_of(x), 0)
-        row = lax.dynamic_slice_in_dim(row, first, count, 1)
-        return jnp.take(row, jnp.maximum(order, 0), axis=3)
+        row = stretch(stretch(x, self._row_of(x), 1), first, count, 1)
+        return items(row, jnp.clip(order, 0, x.shape[3] - 1), axis=3)
 
 
 def _to_multiply(
@@ -192,7 +193,7 @@ def _to_multiply(
     if (count, width) != x.shape[1:3] or x.ndim != 4:
         return window_of(x, entry, slot, width, heads)
     rows = x.reshape(-1, x.shape[3])
-    run = lax.dynamic_slice_in_dim(rows, entry * (count * width) + slot, count * width)
+    run = stretch(rows, entry * (count * width) + slot, count * width)
     return run.reshape(1, *x.shape[1:])
 
 

@@ -25,6 +25,7 @@ from jaxkv.cache.index import (
     stacked_jobs,
     window_job,
 )
+from jaxkv.core.indexing import item
 from jaxkv.core.visibility import Visibility
 
 
@@ -77,7 +78,7 @@ class Contiguous(Layout):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row; the last one starts early rather than run past the end."""
         slot, order, fresh = early_block(block, size, ends)
-        return row, slot, jnp.where(fresh & (order < index.lengths[row]), order, -1)
+        return row, slot, jnp.where(fresh & (order < item(index.lengths, row)), order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Lists each row's slots: entry, slot and order, int32 `[B, S]`; order -1 = unfilled."""

@@ -28,6 +28,7 @@ from jaxkv.cache.index import (
 )
 from jaxkv.cache.policies import Policy
 from jaxkv.cache.spec import KVSpec
+from jaxkv.core.indexing import box, quotient_up
 from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
 
@@ -279,7 +280,7 @@ class Evicting(Layout):
         del reach
         held = _slots_of(index.state, row, jnp.zeros_like(row), slots) >= 0
         end = jnp.max(jnp.where(held, jnp.arange(1, slots + 1, dtype=jnp.int32), 0))
-        return jnp.zeros_like(end), -(-end // size)
+        return jnp.zeros_like(end), quotient_up(end, size)
 
     def locate(
         self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
@@ -402,7 +403,7 @@ def _no_jobs(index: Index) -> Fill:
 def _slots_of(state: Any, row: jax.Array, first: jax.Array, count: int) -> jax.Array:
     """Slices the orders of some slots of a row, of the head that the read is at."""
     corner = (row, state.head, first)
-    return lax.dynamic_slice(state.order, corner, (1, 1, count)).reshape(count)
+    return box(state.order, corner, (1, 1, count)).reshape(count)
 
 
 def _freed(state: Kept, gone: jax.Array, mark: jax.Array) -> Kept:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxkv.cache.codecs import Codec, Raw
 from jaxkv.cache.index import Blocks, Ends, Index, Reach, early_block
+from jaxkv.core.indexing import item, quotient, remainder
 
 # Groups that a residual has slots for: the newest, which is open, the whole one that is kept
 # behind it, and the one before, which a rollback into the whole one brings back.
@@ -43,7 +44,7 @@ class Grouped(Codec):
 
     def flushed(self, lengths: jax.Array) -> jax.Array:
         """Counts the encoded tokens of rows of `lengths` tokens."""
-        return jnp.maximum(lengths // self.group - 1, 0) * self.group
+        return jnp.maximum(quotient(lengths, self.group) - 1, 0) * self.group
 
 
 def tokens_together(codec: Codec) -> int:
@@ -63,18 +64,21 @@ class Newest(Blocks):
         """Bounds the blocks: all of them, unless the row is empty."""
         del reach
         none = jnp.zeros_like(row)
-        return none, jnp.where(index.lengths[row] > 0, -(-slots // size), none)
+        return none, jnp.where(
+            item(index.lengths, row) > 0, jnp.full_like(row, -(-slots // size)), none
+        )
 
     def locate(
         self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds a block; the last one starts early rather than run past the end."""
         slot, place, fresh = early_block(block, size, ends)
-        order = self.orders(index.lengths[row], place)
+        order = self.orders(item(index.lengths, row), place)
         return row, slot, jnp.where(fresh, order, -1)
 
     def orders(self, length: jax.Array, slot: jax.Array) -> jax.Array:
         """Tells which exact token of a row of `length` stands in a slot, -1 = none."""
         first = self.codec.flushed(length)
-        order = first + (slot - first) % self.codec.rest_slots
+        slots = self.codec.rest_slots
+        order = first + remainder(slot + (slots - remainder(first, slots)), slots)
         return jnp.where(order < length, order, -1)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.spec import KVSpec
+from jaxkv.core.indexing import item, items, quotient, quotient_up
 from jaxkv.core.sharding import constrain, out_sharding
 from jaxkv.core.trees import is_known, static
 from jaxkv.core.visibility import Visibility
@@ -115,12 +116,18 @@ class Jobs:
     width: int = static()
     head: jax.Array | None = None
 
-    def live_first(self) -> tuple[Jobs, jax.Array]:
-        """Flattens to `[B * J]` with live jobs in front, and counts those."""
+    def live_first(self) -> tuple[Callable[[jax.Array], Jobs], jax.Array]:
+        """Lists all jobs with live ones in front: job j, its fields scalars, and how many live."""
         live = (self.high > self.low).reshape(-1)
-        order = jnp.argsort(jnp.logical_not(live), stable=True)
-        jobs = jax.tree.map(lambda x: jnp.take(x.reshape(-1), order), self)
-        return jobs, jnp.sum(live.astype(jnp.int32))
+        fields, tree = jax.tree.flatten(self)
+        # One array, so that a loop takes a job by one slice.
+        table = jnp.stack([x.reshape(-1) for x in fields], axis=1)
+        table = items(table, jnp.argsort(jnp.logical_not(live), stable=True))
+
+        def job(j: jax.Array) -> Jobs:
+            return jax.tree.unflatten(tree, jnp.unstack(item(table, j)))
+
+        return job, jnp.sum(live.astype(jnp.int32))
 
     @property
     def delay(self) -> jax.Array:
@@ -213,7 +220,7 @@ def emptied_rows(index: Index, rows: jax.Array) -> Index:
 def live_span(index: Index, row: jax.Array, size: int, reach: Reach) -> tuple[jax.Array, jax.Array]:
     """Bounds the blocks between the reach's left edge and the row's length."""
     first, end = reach
-    return first // size, -(-jnp.minimum(end, index.lengths[row]) // size)
+    return quotient(first, size), quotient_up(jnp.minimum(end, item(index.lengths, row)), size)
 
 
 class Ends(NamedTuple):

@@ -24,6 +24,7 @@ from jaxkv.cache.index import (
     take_rows,
     window_job,
 )
+from jaxkv.core.indexing import box, item, items, quotient, quotient_up, remainder
 from jaxkv.core.sharding import axis_size
 from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
@@ -108,8 +109,8 @@ class Paged(Layout):
         start, pages = index.lengths, index.state
         columns = pages.table.shape[1]
         end = start + jnp.minimum(count, columns * slots - start)
-        have = -(-start // slots)
-        want = -(-end // slots) - have
+        have = quotient_up(start, slots)
+        want = quotient_up(end, slots) - have
         ids, granted = _allocate(pages.references, want, min(-(-length // slots), columns))
         end = jnp.maximum(start, jnp.minimum(end, (have + granted) * slots))
         place = jnp.where(
@@ -118,13 +119,15 @@ class Paged(Layout):
         table = _set_columns(pages.table, place, ids)
         references = _counted(pages.references, ids)
         jobs, width = [], min(length, slots)
+        page_of = quotient(start, slots)
         for number in range(min(-(-length // slots) + 1, columns)):
-            page = jnp.minimum(start // slots + number, columns - 1)
-            entry = jnp.take_along_axis(table, page[:, None], axis=1)[:, 0]
-            first = jnp.maximum(start, (start // slots + number) * slots)
-            last = jnp.minimum(end, (start // slots + number + 1) * slots)
+            entry = _column(table, page_of + number)
+            first = jnp.maximum(start, (page_of + number) * slots)
+            last = jnp.minimum(end, (page_of + number + 1) * slots)
             tokens = jnp.maximum(last - first, 0)
-            jobs.append(window_job(entry, first % slots, first - start, tokens, width, slots))
+            jobs.append(
+                window_job(entry, remainder(first, slots), first - start, tokens, width, slots)
+            )
         after = dataclasses.replace(
             index,
             lengths=end,
@@ -146,10 +149,11 @@ class Paged(Layout):
         """Finds block `block` of a row, which lies within one page, or past the row's end."""
         begin = block * size
         table = index.state.table
-        entry = table[row, jnp.minimum(begin // ends.slots, table.shape[1] - 1)]
+        column = jnp.minimum(quotient(begin, ends.slots), table.shape[1] - 1)
+        entry = box(table, (row, column), (1, 1)).reshape(())
         order = begin + jnp.arange(size, dtype=jnp.int32)
-        live = (order < index.lengths[row]) & (entry >= 0)
-        return jnp.maximum(entry, 0), begin % ends.slots, jnp.where(live, order, -1)
+        live = (order < item(index.lengths, row)) & (entry >= 0)
+        return jnp.maximum(entry, 0), remainder(begin, ends.slots), jnp.where(live, order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Lists each row's slots: entry, slot and order, int32 `[B, M Z]`; order -1 = unfilled."""
@@ -157,7 +161,7 @@ class Paged(Layout):
         shape = (table.shape[0], table.shape[1] * slots)
         order = lax.broadcasted_iota(jnp.int32, shape, 1)
         entry = jnp.repeat(table, slots, axis=1)
-        return entry, order % slots, jnp.where(order < index.lengths[:, None], order, -1)
+        return entry, remainder(order, slots), jnp.where(order < index.lengths[:, None], order, -1)
 
     def rollback(self, index: Index, slots: int, count: jax.Array) -> tuple[Index, Moves]:
         """Takes back tokens and frees pages; a shared page that is full no more is copied.
@@ -167,9 +171,9 @@ class Paged(Layout):
         pages = index.state
         good = (count >= 0) & (count <= index.lengths)
         left = jnp.where(good, index.lengths - count, index.lengths)
-        last = _column(pages.table, left // slots)
-        torn = good & (count > 0) & (left % slots > 0)
-        torn &= pages.references[jnp.maximum(last, 0)] > 1
+        last = _column(pages.table, quotient(left, slots))
+        torn = good & (count > 0) & (remainder(left, slots) > 0)
+        torn &= items(pages.references, jnp.maximum(last, 0)) > 1
         # Only what others give up for certain is there for copies, and what is copied is not.
         settled = _released(pages, index.lengths, jnp.where(torn, index.lengths, left), slots)
         ids, granted = _allocate(settled, torn.astype(jnp.int32), 1)
@@ -182,7 +186,7 @@ class Paged(Layout):
         references = _counted(references, jnp.where(done, last, NOBODY), -1)
         held = lax.broadcasted_iota(jnp.int32, pages.table.shape, 1) * slots < left[:, None]
         table = jnp.where(held, pages.table, NOBODY)
-        place = jnp.where(done, left // slots, table.shape[1])
+        place = jnp.where(done, quotient(left, slots), table.shape[1])
         table = _set_columns(table, place[:, None], target[:, None])
         return dataclasses.replace(
             index,
@@ -220,8 +224,8 @@ class Paged(Layout):
         moved = jax.tree.map(lambda x: take_rows(x, rows), moved)
         table = take_rows(index.state.table, rows)
         size = self.size
-        last = moved.lengths // size
-        needed = moved.lengths % size > 0
+        last = quotient(moved.lengths, size)
+        needed = remainder(moved.lengths, size) > 0
         if left is not None:
             needed &= left > last * size
         torn = _copies(rows, needed)

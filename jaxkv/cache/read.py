@@ -16,9 +16,11 @@ from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Index
 from jaxkv.cache.reading import BlockView as BlockView
 from jaxkv.cache.reading import Reading as Reading
-from jaxkv.cache.reading import choose_tile
+from jaxkv.cache.reading import Tile, choose_tile
 from jaxkv.cache.write import zero_cotangent
+from jaxkv.core.indexing import item
 from jaxkv.core.numerics import exp_below
+from jaxkv.core.platform import by_platform
 from jaxkv.ops.operands import Extras, modified
 
 
@@ -92,31 +94,29 @@ def _read(
     how: Reading, query: jax.Array, planes: Planes, inputs: Inputs, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
     """Reads for queries `[B, K, M, H]`: `([B, K, M, V], [B, K, M])`, float32."""
-    return by_platform(_outputs, how, query, planes, inputs, rows)
+    return by_tile(_outputs, how, query, planes, inputs, rows)
 
 
-def by_platform(fn: Callable[..., Any], how: Reading, *args: Any) -> Any:
+def by_tile(
+    fn: Callable[..., Any], how: Reading, query: jax.Array, planes: Planes, *args: Any
+) -> Any:
     """Runs a loop with the tile of the platform that the program is compiled for."""
-    return lax.platform_dependent(
-        *args,
-        cpu=functools.partial(fn, how, True),
-        default=functools.partial(fn, how, False),
-    )
+    tiles = (choose_tile(how, cpu, query, planes) for cpu in (True, False))
+    return by_platform(functools.partial(fn, how), *tiles, query, planes, *args)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _outputs(
-    how: Reading, cpu: bool, query: jax.Array, planes: Planes, inputs: Inputs, rows: Rows
+    how: Reading, tile: Tile, query: jax.Array, planes: Planes, inputs: Inputs, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the forward loop over every row and its heads."""
-    tile = choose_tile(how, cpu, query, planes)
     B, K, M, H = query.shape
     V = how.read_spec(K).value_width if how.view is not None else how.spec.value_width
     units = query.reshape(-1, tile.heads, M, H)
 
     def unit_body(_: None, u: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         unit = Unit(how, tile, planes, rows.index, rows.q_order, rows.mask, u)
-        q = units[u]
+        q = item(units, u)
 
         def body(j: jax.Array, carry: tuple) -> tuple:
             top, total, acc = carry
@@ -160,7 +160,7 @@ def _backward(how: Reading, saved: tuple, grads: tuple[jax.Array, jax.Array]) ->
     shift = jnp.where(seen_any, lse, 0.0)
     delta = jnp.sum(d_out * out, axis=-1) - jnp.where(seen_any, d_lse, 0.0)
     args = (query, planes, inputs, rows, d_out, shift, delta)
-    d_query, d_planes, d_inputs = by_platform(_gradients, how, *args)
+    d_query, d_planes, d_inputs = by_tile(_gradients, how, *args)
     d_planes = {n: d_planes[n] if n in d_planes else zero_cotangent(x) for n, x in planes.items()}
     return d_query, d_planes, d_inputs, None
 
@@ -171,7 +171,7 @@ _read.defvjp(_forward, _backward)
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gradients(
     how: Reading,
-    cpu: bool,
+    tile: Tile,
     query: jax.Array,
     planes: Planes,
     inputs: Inputs,
@@ -181,7 +181,6 @@ def _gradients(
     delta: jax.Array,
 ) -> tuple[jax.Array, Planes, Inputs]:
     """Runs the backward loop: gradients of query, float planes, and inputs."""
-    tile = choose_tile(how, cpu, query, planes)
     M, H = query.shape[2:]
     units = query.reshape(-1, tile.heads, M, H)
     d_outs = d_out.reshape(-1, tile.heads, *d_out.shape[2:])
@@ -189,7 +188,7 @@ def _gradients(
 
     def unit_body(carry: tuple, u: jax.Array) -> tuple[tuple, jax.Array]:
         unit = Unit(how, tile, planes, rows.index, rows.q_order, rows.mask, u)
-        q = units[u]
+        q = item(units, u)
 
         def body(j: jax.Array, carry: tuple) -> tuple:
             d_q, d_planes, d_inputs = carry
@@ -198,12 +197,12 @@ def _gradients(
             scores, pull = jax.vjp(
                 functools.partial(block_scores, how), q, block, inputs.weights, extras
             )
-            p = block_weights(unit.seen(order, q.shape), scores, shifts[u, ..., 0])
+            p = block_weights(unit.seen(order, q.shape), scores, item(shifts, u)[..., 0])
             _, pull_mix = jax.vjp(
                 functools.partial(_mix, how), p.astype(q.dtype), block, inputs.weights
             )
-            d_p, d_mixed, d_mixed_weights = pull_mix(d_outs[u])
-            d_scores = p * (d_p.astype(jnp.float32) - deltas[u])
+            d_p, d_mixed, d_mixed_weights = pull_mix(item(d_outs, u))
+            d_scores = p * (d_p.astype(jnp.float32) - item(deltas, u))
             d_q_part, d_scored, d_scored_weights, d_extras = pull(d_scores)
             parts = (d_scored_weights, d_mixed_weights)
             d_inputs = Inputs(

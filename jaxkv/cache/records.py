@@ -17,6 +17,7 @@ from jaxkv.cache.codecs import TILE_BITS, TILE_LANES, Codec, Plane, Planes, bits
 from jaxkv.cache.grouped import Grouped, tokens_together
 from jaxkv.cache.index import Moves, take_rows
 from jaxkv.cache.spec import KVSpec
+from jaxkv.core.indexing import item, items, put_stretch, stretch
 from jaxkv.core.numerics import pad_width
 from jaxkv.core.sharding import local
 from jaxkv.core.trees import static
@@ -88,13 +89,11 @@ def _copied(planes: Planes, source: jax.Array, target: jax.Array) -> Planes:
     """Copies entries `source` to `target`; those with a target of -1 are left out."""
     live = target >= 0
     first = jnp.argsort(jnp.logical_not(live), stable=True)
-    source, target = source[first], target[first]
+    source, target = items(source, first), items(target, first)
 
     def body(i: jax.Array, planes: Planes) -> Planes:
         return {
-            n: lax.dynamic_update_index_in_dim(
-                x, lax.dynamic_index_in_dim(x, source[i], 0), target[i], 0
-            )
+            n: put_stretch(x, stretch(x, item(source, i), 1), item(target, i))
             for n, x in planes.items()
         }
 

@@ -16,6 +16,7 @@ from jaxkv.cache.index import Ends, Index, Jobs, Layout, Plan, stacked_jobs, win
 from jaxkv.cache.read import Reading, read
 from jaxkv.cache.spec import KVSpec
 from jaxkv.cache.write import framed, put_in_tiles, window_of, write, zero_after
+from jaxkv.core.indexing import item, items, quotient, remainder
 from jaxkv.ops.merge import merge
 
 
@@ -96,7 +97,7 @@ def _rest_jobs(codec: Grouped, start: jax.Array, end: jax.Array, length: int) ->
     """Plans the windows of new tokens in the residual's ring, before and after it wraps."""
     slots = codec.rest_slots
     first = jnp.maximum(start, end - slots)
-    begin, left = first % slots, end - first
+    begin, left = remainder(first, slots), end - first
     before = jnp.minimum(left, slots - begin)
     rows, width = jnp.arange(start.shape[0], dtype=jnp.int32), min(length, slots)
     segments = [
@@ -126,11 +127,11 @@ def _flushed(
     Q = codec.group
     length = next(iter(new.values())).shape[2]
     number = jnp.arange(-(-length // Q), dtype=jnp.int32)
-    groups = codec.flushed(start)[:, None] // Q + number[None]
+    groups = quotient(codec.flushed(start), Q)[:, None] + number[None]
     live = ((groups + 1) * Q <= codec.flushed(after.lengths)[:, None]).reshape(-1)
     rows = lax.broadcasted_iota(jnp.int32, groups.shape, 0).reshape(-1)
     front = jnp.argsort(jnp.logical_not(live), stable=True)
-    rows, groups = rows[front], groups.reshape(-1)[front]
+    rows, groups = items(rows, front), items(groups.reshape(-1), front)
     find = jax.vmap(lambda row, group: layout.locate(after, row, Ends(slots, slots), Q, group)[:2])
     entries, places = find(rows, groups)
     strides = {n: p.stride for n, p in codec.planes(spec, 1).items()}
@@ -139,12 +140,13 @@ def _flushed(
     frames = {n: framed(x, rest[n], Q) for n, x in new.items()}
 
     def body(j: jax.Array, planes: Planes) -> Planes:
-        row, first = rows[j], groups[j] * Q
-        older = first + jnp.arange(Q, dtype=jnp.int32) < start[row]
+        row, first = item(rows, j), item(groups, j) * Q
+        begin = item(start, row)
+        older = first + jnp.arange(Q, dtype=jnp.int32) < begin
 
         def tokens(name: str) -> jax.Array:
-            behind = window_of(rest[name], row, first % codec.rest_slots, Q)
-            given = window_of(frames[name], row, first - start[row] + Q, Q)
+            behind = window_of(rest[name], row, remainder(first, codec.rest_slots), Q)
+            given = window_of(frames[name], row, first - begin + Q, Q)
             return jnp.where(older[:, None], behind, given)
 
         key, value = codec.newest.decode(spec, {n: tokens(n) for n in rest})
@@ -152,8 +154,8 @@ def _flushed(
         out = dict(planes)
         for name, x in _held(coded, planes).items():
             window = framed(x, planes[name], 0)
-            slot = places[j] // strides[name]
-            out[name] = put_in_tiles(planes[name], window, entries[j], slot)
+            slot = quotient(item(places, j), strides[name])
+            out[name] = put_in_tiles(planes[name], window, item(entries, j), slot)
         return out
 
     return lax.fori_loop(0, jnp.sum(live.astype(jnp.int32)), body, dict(planes))

@@ -24,6 +24,7 @@ from jaxkv.cache.index import (
     stacked_jobs,
     window_job,
 )
+from jaxkv.core.indexing import item, quotient_up, remainder
 from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
 
@@ -104,7 +105,7 @@ class Ring(Layout):
         ring = slots - pinned  # 0 if the capacity is within the pinned tokens
         head_end = jnp.minimum(end, pinned)
         first = jnp.maximum(jnp.maximum(start, pinned), end - ring)
-        begin = pinned + (first - pinned) % max(ring, 1)
+        begin = pinned + remainder(first - pinned, max(ring, 1))
         left = jnp.maximum(end - first, 0)
         before = jnp.minimum(left, slots - begin)
         segments = [
@@ -127,15 +128,15 @@ class Ring(Layout):
     ) -> tuple[jax.Array, jax.Array]:
         """Bounds the blocks that hold anything."""
         del reach
-        filled = jnp.minimum(index.state[row], slots)
-        return jnp.zeros_like(filled), -(-filled // size)
+        filled = jnp.minimum(item(index.state, row), slots)
+        return jnp.zeros_like(filled), quotient_up(filled, size)
 
     def locate(
         self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds block `block` of a row; the last one starts early rather than run past the end."""
         slot, place, fresh = early_block(block, size, ends)
-        order = self._order(index.lengths[row], index.state[row], place, ends.slots)
+        order = self._order(item(index.lengths, row), item(index.state, row), place, ends.slots)
         return row, slot, jnp.where(fresh, order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -153,8 +154,8 @@ class Ring(Layout):
         pinned = min(self.pinned, slots)
         ring = max(slots - pinned, 1)
         newest = high - 1 - pinned
-        turned = newest - (newest - (slot - pinned)) % ring
-        # A ring that nothing has reached yet gives negative numbers here.
+        turned = newest - remainder(newest - (slot - pinned), ring)
+        # A slot that nothing has reached yet gives a negative number here, or one beyond `high`.
         turned = jnp.where(turned >= 0, turned + pinned, -1)
         order = jnp.where(slot < pinned, slot, turned)
         return jnp.where(order < length, order, -1)

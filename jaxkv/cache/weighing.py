@@ -13,8 +13,9 @@ from jax import lax
 from jaxkv.cache.blocks import Unit
 from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Index
-from jaxkv.cache.read import block_scores, block_weights, by_platform, grouped_queries
-from jaxkv.cache.reading import Reading, choose_tile
+from jaxkv.cache.read import block_scores, block_weights, by_tile, grouped_queries
+from jaxkv.cache.reading import Reading, Tile
+from jaxkv.core.indexing import item
 from jaxkv.ops.operands import Extras, distances, modified
 
 # Queries whose weights are made at a time: bounds the temporaries of a long prompt.
@@ -72,35 +73,34 @@ def weigh_stored(
     query = grouped_queries(seen_by.query, K)
     lse = grouped_queries(seen_by.lse[..., None], K)[..., 0]
     added = (weights, slopes)
-    return by_platform(_stored, how, query, lse, planes, index, seen_by.order, *added)
+    return by_tile(_stored, how, query, planes, lse, index, seen_by.order, *added)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _stored(
     how: Reading,
-    cpu: bool,
+    tile: Tile,
     query: jax.Array,
-    lse: jax.Array,
     planes: Planes,
+    lse: jax.Array,
     index: Index,
     order: jax.Array,
     weights: Any,
     slopes: jax.Array | None,
 ) -> jax.Array:
     """Runs over every row's live blocks once more, now that the normaliser is known."""
-    tile = choose_tile(how, cpu, query, planes)
     units = query.reshape(-1, tile.heads, *query.shape[2:])
     shift = _never_below(lse).reshape(-1, tile.heads, lse.shape[-1])
 
     def unit_body(_: None, u: jax.Array) -> tuple[None, jax.Array]:
         unit = Unit(how, tile, planes, index, order, None, u)
-        q = units[u]
+        q = item(units, u)
 
         def body(j: jax.Array, total: jax.Array) -> jax.Array:
             block, keys = unit.block(j)
             extras = unit.extras(None, slopes, keys, q.shape)
             scores = block_scores(how, q, block, weights, extras)
-            p = block_weights(unit.seen(keys, q.shape), scores, shift[u])
+            p = block_weights(unit.seen(keys, q.shape), scores, item(shift, u))
             return unit.add_slots(total, jnp.sum(p, axis=1), j)
 
         none = jnp.zeros((tile.heads, tile.slots), jnp.float32)

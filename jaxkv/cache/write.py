@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,9 @@ from jax import lax
 
 from jaxkv.cache.codecs import TILE_BITS, Planes, bits_of
 from jaxkv.cache.index import Fill, Jobs
+from jaxkv.core.indexing import box, put_box, quotient
 from jaxkv.core.numerics import pad_width
+from jaxkv.core.platform import by_platform
 
 
 def write(planes: Planes, new: Planes, jobs: Jobs | Fill) -> Planes:
@@ -49,24 +50,21 @@ def write_windows(planes: Planes, new: Planes, jobs: Jobs) -> Planes:
     One loop serves all planes and layouts. It is in place when `planes` is donated, where a
     scatter relayouts 8-bit and 64-wide caches and unrolled windows copy the cache.
     """
-    return lax.platform_dependent(
-        *(planes, new, jobs),
-        cpu=functools.partial(_written, False),
-        default=functools.partial(_written, True),
-    )
+    tiled = any(tile_rows(x) > 1 for x in planes.values())
+    return by_platform(_written, False, tiled, planes, new, jobs)
 
 
 def _written(tiles: bool, planes: Planes, new: Planes, jobs: Jobs) -> Planes:
     """Runs the loop; with `tiles`, windows begin and end at whole tiles of a TPU."""
-    jobs, live = jobs.live_first()
+    job, live = jobs.live_first()
     rows = {name: tile_rows(x) if tiles else 1 for name, x in planes.items()}
     widths = {n: _whole(jobs.width, rows[n], x.shape[2]) for n, x in planes.items()}
     frames = {name: framed(x, planes[name], widths[name]) for name, x in new.items()}
 
     def body(j: jax.Array, planes: Planes) -> Planes:
-        out = dict(planes)
+        out, own = dict(planes), job(j)
         for name, frame in frames.items():
-            w = _window(jobs, j, rows[name], widths[name], planes[name].shape[2])
+            w = _window(own, rows[name], widths[name], planes[name].shape[2])
             old = w.slots_of(planes[name])
             kept = jnp.where(w.chosen(old), w.tokens_of(frame), old)
             out[name] = put_window(planes[name], kept, w.entry, w.slot, w.heads)
@@ -82,14 +80,14 @@ def _forward(planes: Planes, new: Planes, jobs: Jobs) -> tuple[Planes, tuple[Pla
 def _backward(saved: tuple[Planes, Jobs], grads: Planes) -> tuple[Planes, Planes, None]:
     """Sends each written slot's gradient to its token, and none to what it overwrote."""
     new, jobs = saved
-    jobs, live = jobs.live_first()
+    job, live = jobs.live_first()
     floats = {n: g for n, g in grads.items() if jnp.issubdtype(new[n].dtype, jnp.floating)}
     frames = {n: jnp.zeros_like(framed(new[n], g, jobs.width)) for n, g in floats.items()}
 
     def body(j: jax.Array, carry: tuple[Planes, Planes]) -> tuple[Planes, Planes]:
-        slots, tokens = dict(carry[0]), dict(carry[1])
+        slots, tokens, own = dict(carry[0]), dict(carry[1]), job(j)
         for name in floats:
-            w = _window(jobs, j, 1, jobs.width, slots[name].shape[2])
+            w = _window(own, 1, jobs.width, slots[name].shape[2])
             grad = w.slots_of(slots[name])
             chosen = w.chosen(grad)
             given = jnp.where(chosen, grad, w.tokens_of(tokens[name]))
@@ -136,7 +134,7 @@ def window_of(
 ) -> jax.Array:
     """Slices slots of one entry, of all heads or of (first, count): `[1, heads, width, ...]`."""
     head, count = heads or (jnp.zeros_like(entry), x.shape[1])
-    return lax.dynamic_slice(x, _corner(x, entry, head, slot), (1, count, width, *x.shape[3:]))
+    return box(x, _corner(x, entry, head, slot), (1, count, width, *x.shape[3:]))
 
 
 def add_window(
@@ -144,7 +142,7 @@ def add_window(
 ) -> jax.Array:
     """Adds a window `[1, heads, width, ...]` to the slots and heads it was sliced from."""
     old = window_of(x, entry, slot, window.shape[2], (head, window.shape[1]))
-    return lax.dynamic_update_slice(x, old + window, _corner(x, entry, head, slot))
+    return put_box(x, old + window, _corner(x, entry, head, slot))
 
 
 def put_window(
@@ -156,7 +154,7 @@ def put_window(
 ) -> jax.Array:
     """Puts a window where `window_of` takes one."""
     head = heads[0] if heads is not None else jnp.zeros_like(entry)
-    return lax.dynamic_update_slice(x, window, _corner(x, entry, head, slot))
+    return put_box(x, window, _corner(x, entry, head, slot))
 
 
 def put_in_tiles(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Array) -> jax.Array:
@@ -168,10 +166,10 @@ def put_in_tiles(x: jax.Array, window: jax.Array, entry: jax.Array, slot: jax.Ar
     rows, width = tile_rows(x), window.shape[2]
     if rows == 1 or (rows % width and width % rows):
         return put_window(x, window, entry, slot)
-    begin = slot // rows * rows
+    begin = quotient(slot, rows) * rows
     if width < rows:
         place = lax.broadcasted_iota(jnp.int32, (1, 1, rows, 1), 2)
-        chosen = place // width == (slot - begin) // width
+        chosen = quotient(place, width) == quotient(slot - begin, width)
         old = window_of(x, entry, begin, rows)
         window = jnp.where(chosen, jnp.tile(window, (1, 1, rows // width, 1)), old)
     return put_window(x, window, entry, begin)
@@ -207,19 +205,19 @@ class _Window(NamedTuple):
         return chosen.reshape((1, 1, self.width) + (1,) * (like.ndim - 3))
 
 
-def _window(jobs: Jobs, j: jax.Array, rows: int, width: int, slots: int) -> _Window:
-    """Takes job j; its window of `width` begins at a multiple of `rows`.
+def _window(job: Jobs, rows: int, width: int, slots: int) -> _Window:
+    """Fits a job to a plane: its window of `width` begins at a multiple of `rows`.
 
     The compiler has to see the multiple. Otherwise XLA lays the whole cache out in smaller tiles
     for TPU, at every write.
     """
-    begin = jobs.slot[j]
+    begin = job.slot
     if rows > 1:
-        begin = jnp.minimum(begin // rows, (slots - width) // rows) * rows
-    shift = jobs.slot[j] - begin
-    heads = None if jobs.head is None else (jobs.head[j], 1)
-    low, high, offset = jobs.low[j] + shift, jobs.high[j] + shift, jobs.offset[j] - shift
-    return _Window(jobs.entry[j], begin, jobs.row[j], offset, low, high, width, heads)
+        begin = jnp.minimum(quotient(begin, rows), (slots - width) // rows) * rows
+    shift = job.slot - begin
+    heads = None if job.head is None else (job.head, 1)
+    low, high, offset = job.low + shift, job.high + shift, job.offset - shift
+    return _Window(job.entry, begin, job.row, offset, low, high, width, heads)
 
 
 def _whole(width: int, rows: int, slots: int) -> int:

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
+from jax import lax
 
 # JAX names GPUs by their maker in some places and "gpu" in others.
 _GPUS = ("cuda", "rocm")
@@ -25,3 +30,16 @@ def target_platform() -> str:
         return jax.default_backend()
     platform = device if isinstance(device, str) else device.platform
     return "gpu" if platform in _GPUS else platform
+
+
+def by_platform(fn: Callable[..., Any], on_cpu: Any, elsewhere: Any, *args: Any) -> Any:
+    """Calls `fn(choice, *args)` with the choice of the platform a program is compiled for.
+
+    Unlike `target_platform` this also holds for a program that is exported for another platform.
+    What is chosen alike is traced once.
+    """
+    if on_cpu == elsewhere:
+        return fn(on_cpu, *args)
+    return lax.platform_dependent(
+        *args, cpu=functools.partial(fn, on_cpu), default=functools.partial(fn, elsewhere)
+    )

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv.core.indexing import item, quotient, remainder
 from jaxkv.core.numerics import exp_below, lone_row_doubled
+from jaxkv.core.platform import by_platform
 from jaxkv.ops.einsum import TILE_SCORES
 from jaxkv.ops.merge import add_sink
 from jaxkv.ops.operands import Operands, cotangents, empty_result, modified, primals
@@ -84,9 +86,7 @@ def _dropped(x: jax.Array, keep: jax.Array | None, rate: float) -> jax.Array:
 
 
 def _by_platform(fn: Callable[..., Any], how: Blockwise, *args: Any) -> Any:
-    return lax.platform_dependent(
-        *args, cpu=functools.partial(fn, how, True), default=functools.partial(fn, how, False)
-    )
+    return by_platform(functools.partial(fn, how), True, False, *args)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -101,7 +101,7 @@ def _outputs(how: Blockwise, cpu: bool, o: Operands) -> tuple[jax.Array, jax.Arr
     V, dtype = o.value.shape[-1], o.value.dtype
 
     def tiles(n: jax.Array, carry: tuple) -> tuple:
-        u, i = n // walk.queries.count, n % walk.queries.count
+        u, i = quotient(n, walk.queries.count), remainder(n, walk.queries.count)
         live, count = walk.span(u, i)
         here = Tile(walk, u, i, jnp.int32(0))
         q = here.query()
@@ -109,7 +109,7 @@ def _outputs(how: Blockwise, cpu: bool, o: Operands) -> tuple[jax.Array, jax.Arr
 
         def body(n: jax.Array, carry: tuple) -> tuple:
             top, total, acc = carry
-            tile = Tile(walk, u, i, live[n])
+            tile = Tile(walk, u, i, item(live, n))
             scores = modified(o, _scores(o, tile, q, tile.of_keys(o.key)), tile.extras())
             seen = jnp.broadcast_to(tile.seen(), scores.shape)
             # Masked once, for both that read them: the rule costs more than a tile's copy.
@@ -193,7 +193,7 @@ def _gradients(
     dtype = o.query.dtype
 
     def tiles(n: jax.Array, carry: tuple) -> tuple:
-        u, i = n // walk.queries.count, n % walk.queries.count
+        u, i = quotient(n, walk.queries.count), remainder(n, walk.queries.count)
         live, count = walk.span(u, i)
         here = Tile(walk, u, i, jnp.int32(0))
         q, d_o = here.query(), here.of_queries(d_out)
@@ -203,7 +203,7 @@ def _gradients(
 
         def body(n: jax.Array, carry: tuple) -> tuple:
             d_q, d_key, d_value, d_bias, d_slopes = carry
-            tile = Tile(walk, u, i, live[n])
+            tile = Tile(walk, u, i, item(live, n))
             k, v, keep = tile.of_keys(o.key), tile.of_keys(o.value), tile.kept()
             raw, extras = _scores(o, tile, q, k), tile.extras()
             scores, pull = jax.vjp(functools.partial(modified, o), raw, extras)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxkv.core.indexing import box, put_box
 from jaxkv.ops.operands import Operands
 
 NOWHERE = np.iinfo(np.int32).max
@@ -131,9 +132,7 @@ def _any(mask: jax.Array, queries: Cut, keys: Cut, heads: int) -> jax.Array:
 
 def part(x: jax.Array, starts: Sequence[jax.Array | int], sizes: Sequence[int]) -> jax.Array:
     """Takes a box out of an array whose axes of size 1 stand for any size."""
-    return lax.dynamic_slice(
-        x, _starts(x, starts), [min(n, s) for n, s in zip(x.shape, sizes, strict=True)]
-    )
+    return box(x, _starts(x, starts), [min(n, s) for n, s in zip(x.shape, sizes, strict=True)])
 
 
 def put(
@@ -143,7 +142,7 @@ def put(
     new = new.astype(x.dtype)
     if owned is not None:
         new = jnp.where(owned, new, part(x, starts, new.shape))
-    return lax.dynamic_update_slice(x, new, _starts(x, starts))
+    return put_box(x, new, _starts(x, starts))
 
 
 def add(x: jax.Array, new: jax.Array, starts: Sequence[jax.Array | int]) -> jax.Array:
@@ -151,7 +150,7 @@ def add(x: jax.Array, new: jax.Array, starts: Sequence[jax.Array | int]) -> jax.
     axes = tuple(a for a, (n, m) in enumerate(zip(x.shape, new.shape, strict=True)) if n == 1 < m)
     new = jnp.sum(new, axis=axes, keepdims=True) if axes else new
     old = part(x, starts, new.shape)
-    return lax.dynamic_update_slice(x, old + new.astype(x.dtype), _starts(x, starts))
+    return put_box(x, old + new.astype(x.dtype), _starts(x, starts))
 
 
 def _starts(x: jax.Array, starts: Sequence[jax.Array | int]) -> list[jax.Array | int]:

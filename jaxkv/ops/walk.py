@@ -7,8 +7,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxkv.core.indexing import quotient, remainder
 from jaxkv.core.visibility import visible
 from jaxkv.ops.dropping import kept
 from jaxkv.ops.operands import Extras, Operands, distances
@@ -60,14 +60,15 @@ class Walk:
     def unit(self, u: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Finds a unit's row and first KV head."""
         units = self.o.key.shape[2] // self.heads
-        return u // units, u % units * self.heads
+        return quotient(u, units), remainder(u, units) * self.heads
 
     def span(self, u: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Finds the live key tiles of a query tile: int32 `[nk]`, and how many are live."""
         b, h = self.unit(u)
         nk = self.live.tiles.shape[-1]
-        tiles = part(self.live.tiles, (b, h // self.heads, i, 0), (1, 1, 1, nk))
-        count = part(self.live.count, (b, h // self.heads, i), (1, 1, 1))
+        at = (b, quotient(h, self.heads), i)
+        tiles = part(self.live.tiles, (*at, 0), (1, 1, 1, nk))
+        count = part(self.live.count, at, (1, 1, 1))
         return tiles.reshape(nk), count.reshape(())
 
 
@@ -184,9 +185,7 @@ class Tile:
     def _line(self, x: jax.Array, queries: bool) -> jax.Array:
         """Takes a tile of `[B|1, T]` or `[B|1, S]` as `[1, size]`."""
         cut, i = (self.walk.queries, self.i) if queries else (self.walk.keys, self.j)
-        return lax.dynamic_slice(
-            x, (self.walk.unit(self.u)[0] if x.shape[0] > 1 else 0, cut.start(i)), (1, cut.size)
-        )
+        return part(x, (self.walk.unit(self.u)[0], cut.start(i)), (1, cut.size))
 
     def _scores_box(self) -> tuple[tuple, tuple]:
         """Finds the box of `[B|1, N|1, T|1, S]` that the tile is: starts and sizes."""

@@ -129,7 +129,7 @@ class Caching(Suite):
         assert_close(feed(attn, x, cache, [4, 4])[0], want)
 
     def test_a_full_cache_raises_outside_jit(self, attn: Any) -> None:
-        _, cache = call(attn, self.tokens(), self.cache(attn))
+        _, cache = feed(attn, self.tokens(), self.cache(attn), [4, 4])
         with pytest.raises(
             ValueError, match=r"8 8\] new tokens .* hold \[8 8\] of 12; rows \[0, 1"
         ):

@@ -152,4 +152,8 @@ LIKE_GROUPED_QUERY = (
     "test_a_mesh_changes_nothing[1x8-auto",
 )
 # Every shape of mesh and both kinds are left.
-SOME_MESHES = ("test_a_mesh_changes_nothing[8x1-auto", "test_a_mesh_changes_nothing[1x8-auto")
+SOME_MESHES = (
+    "test_a_mesh_changes_nothing[8x1-auto",
+    "test_a_mesh_changes_nothing[2x4-auto",
+    "test_a_mesh_changes_nothing[1x8-explicit",
+)
