@@ -39,15 +39,21 @@ def check_kinds(layout: Any, codec: Any) -> None:
         raise ValueError(f"codec={codec!r}: want a codec such as Raw() or Int8().")
 
 
+def refusal(layout: Layout, codec: Codec) -> str | None:
+    """Says why a layout and a codec do not fit each other, and what does; `None` if they do."""
+    for kind, reason_of, fits in REFUSALS:
+        reason = reason_of(layout, codec) if isinstance(codec, kind) else None
+        if reason is not None:
+            return f"{layout} with {codec}: {reason}; {codec} fits {fits}."
+    return None
+
+
 def check_pair(layout: Layout, codec: Codec) -> None:
     """Checks that a layout and a codec fit each other.
 
     Raises:
       ValueError: Naming both, why they do not, and what fits.
     """
-    for kind, reason_of, fits in REFUSALS:
-        if not isinstance(codec, kind):
-            continue
-        reason = reason_of(layout, codec)
-        if reason is not None:
-            raise ValueError(f"{layout} with {codec}: {reason}; {codec} fits {fits}.")
+    reason = refusal(layout, codec)
+    if reason is not None:
+        raise ValueError(reason)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxkv.cache.codecs import Codec
+from jaxkv.cache.codecs import Codec, Raw
 from jaxkv.cache.grouped import Grouped
 from jaxkv.cache.index import (
     UNBOUNDED,
@@ -26,7 +26,7 @@ from jaxkv.cache.index import (
     take_rows,
     unflagged,
 )
-from jaxkv.cache.pairs import check_kinds
+from jaxkv.cache.pairs import check_kinds, refusal
 from jaxkv.cache.plans import Group, marked
 from jaxkv.cache.records import Records, bytes_per_token, physical_bytes, tree_bytes
 from jaxkv.cache.regroup import recoded
@@ -370,8 +370,10 @@ class Verbs:
         self.check_alive()
         layouts, indices, layers, groups = self._parts()
         if layout is not None and isinstance(codec, Grouped):
-            # The old layout need not fit a codec of whole groups; the new one has to.
-            moved = self.convert(layout=layout, capacity=capacity)
+            # The old layout need not fit a codec of whole groups, nor the new one the old codec.
+            fits = all(refusal(layout, r.codec) is None for r in layers)
+            moved = self if fits else self.convert(codec=Raw(jnp.float32))
+            moved = moved.convert(layout=layout, capacity=capacity)
             return moved.convert(codec=codec, lanes=lanes)
         layers = [
             recoded(r, codec, lanes, layouts[g], indices[g])

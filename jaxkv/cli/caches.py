@@ -22,6 +22,7 @@ from jaxkv.cache import (
     Paged,
     Raw,
     Ring,
+    SnapKV,
 )
 from jaxkv.cache.codecs import Codec
 from jaxkv.cache.contiguous import Contiguous
@@ -45,6 +46,12 @@ class CacheChoice:
         """Makes an empty cache of a model for `batch` rows of `capacity` tokens."""
         return model.init_cache(batch, capacity, layout=self.layout, codec=self.codec)
 
+    @property
+    def needs_prompts(self) -> bool:
+        """Whether it keeps to its size only where many tokens come in one call."""
+        policy = self.layout.policy if isinstance(self.layout, Evicting) else None
+        return policy is not None and not policy.evicts(1)
+
 
 class Part(NamedTuple):
     """What a name stands for.
@@ -58,8 +65,7 @@ class Part(NamedTuple):
     make: Callable[..., CacheChoice]
 
 
-# A new name is one line here. What compresses a prompt (SnapKV) is none: a comparison decodes its
-# text token by token, and in a cache that is never given a prompt it keeps all of them.
+# A new name is one line here.
 PARTS = {
     "ring": Part("last tokens kept", lambda window=256: CacheChoice(Ring(window))),
     "sinks": Part("last tokens kept", lambda window=256: CacheChoice(Ring(window, PINNED))),
@@ -67,6 +73,7 @@ PARTS = {
     "paged": Part("tokens of a page", lambda size=64: CacheChoice(Paged(size))),
     "h2o": Part("tokens kept", lambda budget=256: CacheChoice(Evicting(budget, H2O()))),
     "tova": Part("tokens kept", lambda budget=256: CacheChoice(Evicting(budget, TOVA()))),
+    "snapkv": Part("tokens kept", lambda budget=256: CacheChoice(Evicting(budget, SnapKV()))),
     "bfloat16": Part(None, lambda: CacheChoice(codec=Raw(jnp.bfloat16))),
     "int8": Part("channels of a scale", lambda group=None: CacheChoice(codec=Int8(group))),
     "int4": Part("channels of a scale", lambda group=None: CacheChoice(codec=Int4(group))),
@@ -77,6 +84,7 @@ PARTS = {
 HELP = (
     f"Caches to set beside the default one, comma-separated: {', '.join(PARTS)}; with a size, "
     "as ring:256 or int4:32; layout and codec together, as paged:16+int8."
+    " snapkv compresses prompts, so it is for `jaxkv evaluate` alone."
 )
 
 

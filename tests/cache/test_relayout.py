@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,11 @@ import pytest
 from jaxkv.cache import (
     Codec,
     Contiguous,
+    Evicting,
     Float8,
     Int4,
     Int8,
+    Kivi,
     LayerCache,
     Paged,
     Raw,
@@ -77,6 +81,34 @@ def test_tokens_keep_their_bits_and_go_on(old: str, new: str, codec: str, lanes:
     back = moved.convert(layout=LAYOUTS[old], capacity=12)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, before)
     assert_trees_equal(written(back), written(before))
+
+
+def converted(cache: LayerCache, **options: Any) -> LayerCache:
+    return jax.jit(functools.partial(LayerCache.convert, **options))(cache)
+
+
+WALK = [Paged(4), Evicting(12), Ring(12), Paged(5), Evicting(12), Contiguous()]
+
+
+def test_a_walk_over_layouts_loses_nothing() -> None:
+    before = cache = filled("contiguous")
+    for layout in WALK:
+        cache = converted(cache, layout=layout, capacity=12)
+        assert isinstance(cache.layout, type(layout)) and not cache.refused.any()
+        assert_trees_equal(written(cache), written(before))
+
+
+def test_a_layout_need_not_fit_the_codec_that_a_cache_leaves() -> None:
+    spec, heads = SPECS["gqa"]
+    given = draw_tokens(np.random.default_rng(0), spec, heads, 3, 9)
+    old, new = (Kivi(4, group=group, dtype=jnp.float32) for group in (2, 3))
+    before = fed(scoring(spec), create_layer(spec, old, 3, 12), given, counts=LENGTHS, width=9)[2]
+    moved = converted(before, layout=Paged(3), codec=new, capacity=12)
+    plain = converted(converted(before, codec=Raw(jnp.float32)), layout=Paged(3), capacity=12)
+    assert_trees_equal(moved, converted(plain, codec=new))
+    assert moved.lengths.tolist() == LENGTHS and moved.records.codec == new
+    with pytest.raises(ValueError, match="a page is no whole number of groups of 2 tokens"):
+        before.convert(layout=Paged(3), capacity=12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -205,6 +205,7 @@ def test_interactive_turns_keep_the_cache(capsys: pytest.CaptureFixture[str]) ->
         (["compare", "--dtype", "int3"], "int3"),
         (["compare", "--cache", "ring:64,nope"], "unknown cache 'nope': want one of ring, sinks"),
         (["compare", "--cache", "ring+paged"], "want one layout, not two"),
+        (["compare", "--cache", "snapkv"], "want `jaxkv evaluate RUN --cache snapkv`"),
         (["compare", "--quick", "--text", "missing.txt"], "missing.txt does not exist"),
         (["train", "--variant", "nope"], "unknown variant 'nope'"),
         (["train", "--steps", "0"], "steps=0"),
@@ -276,11 +277,11 @@ def test_evaluate_shows_what_each_cache_costs(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = str(trained.parent / "text.txt")
-    arguments = ["evaluate", str(trained), "--text", text, "--context", "48", "--json"]
-    assert run([*arguments, "--cache", "ring:8,paged:16,int4"]) == 0
+    arguments = ["evaluate", str(trained), "--text", text, "--context", "96", "--json"]
+    assert run([*arguments, "--cache", "ring:8,paged:16,int4,snapkv:24"]) == 0
     found = json.loads(capsys.readouterr().out)["caches"]
-    assert list(found) == ["default", "ring:8", "paged:16", "int4"]
-    # 144 bytes of the text are its validation part: two whole pieces.
+    assert list(found) == ["default", "ring:8", "paged:16", "int4", "snapkv:24"]
+    # 144 bytes of the text are its validation part: one whole piece.
     assert {row["tokens"] for row in found.values()} == {96}
     loss = {name: row["loss"] for name, row in found.items()}
     assert abs(loss["paged:16"] - loss["default"]) < 1e-5
@@ -288,7 +289,10 @@ def test_evaluate_shows_what_each_cache_costs(
     assert 1e-6 < abs(loss["int4"] - loss["default"]) < 0.5
     # 2 layers x (32 + 4) channels x 4 bytes; 2 x (18 bytes of codes and two scales of 4).
     assert found["default"]["bytes_per_token"] == 288 and found["int4"]["bytes_per_token"] == 52
-    assert found["ring:8"]["bytes_per_token"] == 288 * 8 / 48
+    assert found["ring:8"]["bytes_per_token"] == 288 * 8 / 96
+    # The second chunk of 48 bytes reads what is kept of the first.
+    assert 1e-5 < abs(loss["snapkv:24"] - loss["default"]) < 1
+    assert found["snapkv:24"]["bytes_per_token"] == 288 * 24 / 96
     assert run([*arguments, "--context", "9999"]) == 1
     assert "--context 9999: want at least 10000" in capsys.readouterr().err
 
