@@ -18,6 +18,12 @@ from jaxkv.testing.transforms import Transforms
 
 
 class TestPagedGroupedQuery(Rematerialised, Transforms):
+    in_full = (
+        "test_jax_14_checkpointed_calls_store_once",
+        "test_vmap_over_a_batch_of_caches",
+        "test_jax_11_layers_in_one_scan",
+        "test_a_scan_over_steps",
+    )
     variant = GroupedQueryAttention
     layout = Paged(4)
 
