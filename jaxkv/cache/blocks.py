@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv.cache.codecs import Planes
 from jaxkv.cache.index import Ends, Index
@@ -184,16 +185,17 @@ def _to_multiply(
 ) -> jax.Array:
     """Slices a window as `window_of`, in the form that a product may read without a copy.
 
-    A whole entry is a run of rows, and is taken as one that may begin anywhere (the slot is 0,
-    which XLA does not see). Where it sees that a slice takes whole tiles, it lays out the whole
-    pool anew for the product of a tpu7x, and slices that. What is also written must not be sliced
-    so: two views of a plane, one read and one put, are a copy.
+    A whole entry is a run of rows, and is taken as one that may begin anywhere: the slot is 0, but
+    XLA does not see it, since the layout rounds it down and the index may count from the end. Where
+    it sees that a slice takes whole tiles, it lays out the whole pool anew for the product of a
+    tpu7x, and slices that. What is also written must not be sliced so: two views of a plane, one
+    read and one put, are a copy.
     """
     count = heads[1]
     if (count, width) != x.shape[1:3] or x.ndim != 4:
         return window_of(x, entry, slot, width, heads)
     rows = x.reshape(-1, x.shape[3])
-    run = stretch(rows, entry * (count * width) + slot, count * width)
+    run = lax.dynamic_slice_in_dim(rows, entry * (count * width) + slot, count * width)
     return run.reshape(1, *x.shape[1:])
 
 

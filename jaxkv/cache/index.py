@@ -119,13 +119,11 @@ class Jobs:
     def live_first(self) -> tuple[Callable[[jax.Array], Jobs], jax.Array]:
         """Lists all jobs with live ones in front: job j, its fields scalars, and how many live."""
         live = (self.high > self.low).reshape(-1)
-        fields, tree = jax.tree.flatten(self)
-        # One array, so that a loop takes a job by one slice.
-        table = jnp.stack([x.reshape(-1) for x in fields], axis=1)
-        table = items(table, jnp.argsort(jnp.logical_not(live), stable=True))
+        order = jnp.argsort(jnp.logical_not(live), stable=True)
+        jobs = jax.tree.map(lambda x: items(x.reshape(-1), order), self)
 
         def job(j: jax.Array) -> Jobs:
-            return jax.tree.unflatten(tree, jnp.unstack(item(table, j)))
+            return jax.tree.map(lambda x: item(x, j), jobs)
 
         return job, jnp.sum(live.astype(jnp.int32))
 

@@ -153,7 +153,8 @@ class Paged(Layout):
         entry = box(table, (row, column), (1, 1)).reshape(())
         order = begin + jnp.arange(size, dtype=jnp.int32)
         live = (order < item(index.lengths, row)) & (entry >= 0)
-        return jnp.maximum(entry, 0), remainder(begin, ends.slots), jnp.where(live, order, -1)
+        # Rounded down as JAX does: XLA must not see that the block of a whole page is at slot 0.
+        return jnp.maximum(entry, 0), begin % ends.slots, jnp.where(live, order, -1)
 
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Lists each row's slots: entry, slot and order, int32 `[B, M Z]`; order -1 = unfilled."""

@@ -92,7 +92,7 @@ TEMPORARY_BYTES: dict[tuple[str, ...], int] = {
     ("blockwise gradient", "v5e"): 676_864,
     ("blockwise gradient", "v6e"): 978_880,
     # The largest of all records and lengths.
-    ("write", "v5e"): 322_560,
+    ("write", "v5e"): 387_072,
     ("write", "v6e"): 357_632,
     # Reading with 1 and 64 queries a row.
     ("read 1", "gqa", "v5e"): 452_096,
