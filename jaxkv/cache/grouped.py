@@ -64,9 +64,7 @@ class Newest(Blocks):
         """Bounds the blocks: all of them, unless the row is empty."""
         del reach
         none = jnp.zeros_like(row)
-        return none, jnp.where(
-            item(index.lengths, row) > 0, jnp.full_like(row, -(-slots // size)), none
-        )
+        return none, jnp.where(item(index.lengths, row) > 0, -(-slots // size), none)
 
     def locate(
         self, index: Index, row: jax.Array, ends: Ends, size: int, block: jax.Array

@@ -371,7 +371,7 @@ class Verbs:
         layouts, indices, layers, groups = self._parts()
         if layout is not None and isinstance(codec, Grouped):
             # The old layout need not fit a codec of whole groups, nor the new one the old codec.
-            fits = all(refusal(layout, r.codec) is None for r in layers)
+            fits = all(refusal(layout, r.codec) is None for r in self._own())
             moved = self if fits else self.convert(codec=Raw(jnp.float32))
             moved = moved.convert(layout=layout, capacity=capacity)
             return moved.convert(codec=codec, lanes=lanes)

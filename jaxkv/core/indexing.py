@@ -37,7 +37,7 @@ def quotient_up(x: jax.Array, n: Count) -> jax.Array:
 
 
 def remainder(x: jax.Array, n: Count) -> jax.Array:
-    """Gives what `quotient` leaves.
+    """Gives what `quotient` leaves; of a number below 0 (`Ring` has such), nothing above 0.
 
     >>> remainder(jnp.array([0, 3, 4, 9]), 4).tolist()
     [0, 3, 0, 1]

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +28,7 @@ from jaxkv.cache import (
 from jaxkv.testing.suite import written
 from jaxkv.testing.tolerances import assert_trees_equal
 from tests.cache.feeding import fed
+from tests.cache.groups import converted
 from tests.cache.support import SPECS, draw_tokens, scoring
 from tests.support.tolerances import assert_close
 
@@ -87,10 +86,6 @@ def test_tokens_keep_their_bits_and_go_on(old: str, new: str, codec: str, lanes:
     back = moved.convert(layout=LAYOUTS[old], capacity=12)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, before)
     assert_trees_equal(written(back), written(before))
-
-
-def converted(cache: LayerCache, **options: Any) -> LayerCache:
-    return jax.jit(functools.partial(LayerCache.convert, **options))(cache)
 
 
 WALK = [Paged(4), Evicting(12), Ring(12), Paged(5), Evicting(12), Contiguous()]
