@@ -85,7 +85,7 @@ class Attention(nnx.Module):
           The module itself.
 
         Raises:
-          ValueError: If it attends to a context.
+          ValueError: If it does not tell which of its parameters make records.
 
         >>> from jaxkv import GroupedQueryAttention, SharedKV
         >>> source = GroupedQueryAttention(64, 8, rngs=nnx.Rngs(0))
@@ -97,7 +97,7 @@ class Attention(nnx.Module):
         >>> cache.lengths.tolist(), cache.bytes_per_token
         ([3], 128)
         """
-        if self.reads_context or not self.record_parameters:
+        if not self.record_parameters:
             raise ValueError(f"{type(self).__name__} cannot read another module's keys and values.")
         for name in self.record_parameters:
             setattr(self, name, None)
@@ -190,7 +190,7 @@ class Attention(nnx.Module):
             tokens = uncached_tokens(B, T, positions, segment_ids, lengths)
             query, k, v = self._projected(emptied(x, tokens), tokens.positions, shared)
             out = self.attend(query, k, v, Call(tokens, mask, bias, key))
-            return self._output(out), None if shared is None else SharedKV(None, k, v)
+            return self._output(out), None if shared is None else SharedKV(None, k, v, None, False)
         self.check_cache(stored, B)
         opened, plan = self._opened(stored, T, lengths, segment_ids)
         tokens = cached_tokens(plan, T, positions)
@@ -203,7 +203,7 @@ class Attention(nnx.Module):
         waiting = (opened if self.reads_kv else settled).after(out)
         y = restored(self._output(out), plan)
         if shared is not None:
-            return y, SharedKV(waiting, k, v)
+            return y, SharedKV(waiting, k, v, None, False)
         written = waiting.write(*waiting.replicated(k, v))
         return y, written if stored.plan is not None else written.close()
 
@@ -360,7 +360,7 @@ class Attention(nnx.Module):
                     "SharedKV that the source's call returned."
                 )
             return None, cache
-        if self.reads_kv != (cache.key is not None):
+        if self.reads_kv != (cache.context is not None):
             raise ValueError(
                 f"this SharedKV holds no keys and values, which this {name} reads: call their "
                 "source with it first."
@@ -368,9 +368,16 @@ class Attention(nnx.Module):
                 else f"this SharedKV holds the keys and values of another call than this {name}'s, "
                 "which makes its own: close it, and begin a new one."
             )
+        if cache.context not in (None, self.reads_context):
+            kinds = ("a call's own tokens", "a context")
+            raise ValueError(
+                f"this SharedKV holds {kinds[cache.context]}: {name} reads "
+                f"{kinds[self.reads_context]}."
+            )
         if cache.key is None:
             return cache, cache.cache
-        want = (*x.shape[:2], self.spec.kv_heads, self.spec.query_width)
+        length = cache.key.shape[1] if self.reads_context else x.shape[1]
+        want = (x.shape[0], length, self.spec.kv_heads, self.spec.query_width)
         apart = self.spec.value_offset is None
         value = (*want[:3], self.spec.value_width) if apart else None
         got = None if cache.value is None else cache.value.shape

@@ -103,7 +103,8 @@ class CrossAttention(HeadAttention):
         Args:
           x: `[B, T, D]`.
           cache: Of this module, from `init_cache`. With a context, this is stored; without one,
-            the cache is only read.
+            the cache is only read. To share a context's keys and values, a `SharedKV` (see
+            `reading`): the source takes the context.
           context: `[B, S, Dc]`; needed without a cache.
           context_lengths: int32 `[B]`, how many of the S tokens of each row are real. A row of
             a cache that is given 0 tokens keeps what it holds.
@@ -117,7 +118,8 @@ class CrossAttention(HeadAttention):
           rngs: Gives a `dropout` key when dropout is on; never stored.
 
         Returns:
-          `(y [B, T, out_features], cache)`; the cache is `None` if none was given.
+          `(y [B, T, out_features], cache)`; the cache is `None` if none was given, a `SharedKV`
+          if one was.
 
         Raises:
           ValueError: At trace time, if anything does not fit; outside `jit` also if a row that
@@ -136,33 +138,45 @@ class CrossAttention(HeadAttention):
         key = self._dropout_key(deterministic, rngs, cached=cache is not None)
         tokens = uncached_tokens(B, T, None, segment_ids, lengths)
         call = Call(tokens, mask, bias, key)
-        if isinstance(cache, SharedKV):
-            raise ValueError("cross-attention keeps a context: it shares no keys and values.")
-        if cache is not None:
-            self.check_cache(cache, B)
-            if cache.plan is not None:
+        shared, stored = self._given(cache, x)
+        if self.reads_kv and context is not None:
+            raise ValueError("this CrossAttention reads what another one made of its context.")
+        if stored is not None:
+            self.check_cache(stored, B)
+            if stored.plan is not None:
                 raise ValueError(
                     "this cache has an open step, which cross-attention takes no part in."
                 )
-            cache = self._with_context(cache, context, context_lengths)
+            stored = self._with_context(stored, context, context_lengths)
         with jax.named_scope("project"):
             query = self.project_query(self.numerics.compute(x))
-        if cache is not None:
-            return self._output(self._attend_stored(query, cache, call)), cache
+        if stored is not None:
+            y = self._output(self._attend_stored(query, stored, call))
+            return y, stored if shared is None else SharedKV(stored, context=True)
+        if shared is None or shared.key is None:
+            record = SharedKV(None, *self._record_of(context), context_lengths, True)
+        else:
+            record = shared
+        y = self._output(self._attend_record(query, record, call))
+        return y, None if shared is None else record
+
+    def _record_of(self, context: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Projects a context to keys and values."""
         if context is None:
             raise ValueError("cross-attention needs context=[B, S, Dc], or a cache that holds one.")
-        return self._output(self._attend_context(query, context, context_lengths, call)), None
-
-    def _attend_context(
-        self, query: jax.Array, context: jax.Array, lengths: jax.Array | None, call: Call
-    ) -> jax.Array:
         with jax.named_scope("project"):
-            key, value = self.project_record(self.numerics.compute(context))
+            return self.project_record(self.numerics.compute(context))
+
+    def _attend_record(self, query: jax.Array, record: SharedKV, call: Call) -> jax.Array:
+        """Attends to a context that no cache holds."""
+        key, value = record.key, record.value
+        assert key is not None
+        assert value is not None
         options = self.shared_options(call)
-        options["key_lengths"] = lengths
+        options["key_lengths"] = record.lengths
         if call.tokens.segments is not None:
             options["query_segments"] = (call.tokens.segments != 0).astype(jnp.int32)
-            options["key_segments"] = jnp.ones(context.shape[:2], jnp.int32)
+            options["key_segments"] = jnp.ones(key.shape[:2], jnp.int32)
         return attention(query, key, value, scale=self.scale, **options)
 
     def _with_context(
@@ -185,8 +199,7 @@ class CrossAttention(HeadAttention):
             )
         plan = cache.planned(S, jnp.where(filled, 0, lengths), None)
         after = dataclasses.replace(plan.after, overflowed=plan.after.overflowed | refused)
-        with jax.named_scope("project"):
-            record = self.project_record(self.numerics.compute(context))
+        record = self._record_of(context)
         opened = dataclasses.replace(cache, plan=dataclasses.replace(plan, after=after))
         return opened.write(*cache.replicated(*record)).close()
 

@@ -46,6 +46,13 @@ class CacheChoice:
         """Makes an empty cache of a model for `batch` rows of `capacity` tokens."""
         return model.init_cache(batch, capacity, layout=self.layout, codec=self.codec)
 
+    def followed(self, model: Decoder, batch: int, capacity: int, prompt: int) -> ModelCache:
+        """Makes one for rows that begin with a prompt of so many tokens."""
+        layout = self.layout
+        if isinstance(layout, Evicting) and self.needs_prompts:
+            layout = dataclasses.replace(layout, room=capacity - prompt)
+        return dataclasses.replace(self, layout=layout).make(model, batch, capacity)
+
     @property
     def needs_prompts(self) -> bool:
         """Whether it keeps to its size only where many tokens come in one call."""
@@ -84,7 +91,7 @@ PARTS = {
 HELP = (
     f"Caches to set beside the default one, comma-separated: {', '.join(PARTS)}; with a size, "
     "as ring:256 or int4:32; layout and codec together, as paged:16+int8."
-    " snapkv compresses prompts, so it is for `jaxkv evaluate` alone."
+    " snapkv compresses prompts: in a comparison, the first half of the text."
 )
 
 

@@ -59,12 +59,6 @@ def compare(
         sized = dataclasses.replace(sized, steps=steps)
     numerics = compute_numerics(dtype)
     choices = parse_caches(cache) if cache is not None else {}
-    for named, choice in choices.items():
-        if choice.needs_prompts:
-            raise ValueError(
-                f"--cache {named!r} compresses prompts, and here a text is decoded token by token: "
-                f"want `jaxkv evaluate RUN --cache {named}`, which reads it in chunks."
-            )
     data = read_text(text, sized)
     make_folder(output)
     console, start, results, models = Console(), time.perf_counter(), [], []

@@ -33,6 +33,10 @@ CACHE_KEY = (
     "through the cache. Training rows were {length} tokens: reaching further may not help a "
     "model, and a ring may beat the default. gap: largest difference of logits to the default's."
 )
+PROMPT_KEY = (
+    " {names}: given the first {prompt:,} tokens in one call, as a prompt that it compresses, and "
+    "room for all others."
+)
 REAL_MODELS = ("gpt3-175b", "gpt2-xl", "llama2-70b", "llama3-8b", "deepseek-v3")
 ONE_SEED = (
     "One seed cannot rank the losses: differences of this size also come from the seed alone. "
@@ -67,6 +71,9 @@ def table(results: Sequence[Result]) -> Table:
 def cache_table(results: Sequence[Result], size: Size) -> Table:
     """Lays out each variant's caches under each other, the default one first."""
     key = CACHE_KEY.format(live=size.live, length=size.length)
+    prompted = {found.cache: found.prompt for found in results[0].caches if found.prompt}
+    if prompted:
+        key += PROMPT_KEY.format(names=", ".join(prompted), prompt=max(prompted.values()))
     out = Table(title=CACHE_TITLE, caption=key, title_justify="left", caption_justify="left")
     out.add_column("", overflow="fold", min_width=3)
     columns = ["B/token", "ratio", "loss", *(f"tok/s\nB={b}" for b in BATCHES), "gap"]

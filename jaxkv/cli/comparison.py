@@ -41,6 +41,7 @@ class CacheResult:
 
     Attributes:
       cache: Its name.
+      prompt: Tokens of the text that it was given in one call, before the others one by one.
       bytes_per_token: Bytes of a live cache's records over the tokens that it was given.
       loss: Of the second half of the decoded text, nats per byte.
       rates: Batch -> decoded tokens per second.
@@ -48,6 +49,7 @@ class CacheResult:
     """
 
     cache: str
+    prompt: int
     bytes_per_token: float
     loss: float
     rates: dict[int, float]
@@ -167,18 +169,19 @@ def _measure(
     measure = functools.partial(measure_decoding, model, tokens, batches=BATCHES, steps=size.timed)
     default = measure(report=lambda what: report(what, TRAINING_SHARE))
     kept = kept_bytes(model.init_cache(1, tokens.size)) / tokens.size
-    own = CacheResult(DEFAULT, kept, default.loss, default.rates, 0.0)
+    own = CacheResult(DEFAULT, 0, kept, default.loss, default.rates, 0.0)
     others = []
     for number, (name, choice) in enumerate(choices.items(), 1):
         share = TRAINING_SHARE + (1 - TRAINING_SHARE) * number / (len(choices) + 1)
-        make = functools.partial(choice.make, model)
+        prompt = tokens.size // 2 if choice.needs_prompts else 0
+        make = functools.partial(choice.followed, model, prompt=prompt)
 
         def show(what: str, name: str = name, share: float = share) -> None:
             report(f"{name}, {what}", share)
 
-        found = measure(make_cache=make, against=default.logits, report=show)
+        found = measure(make_cache=make, prompt=prompt, against=default.logits, report=show)
         kept = kept_bytes(make(1, tokens.size)) / tokens.size
-        others.append(CacheResult(name, kept, found.loss, found.rates, found.gap))
+        others.append(CacheResult(name, prompt, kept, found.loss, found.rates, found.gap))
     return own, default.gap, others
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ def measure_decoding(
     batches: Sequence[int] = (1, 8),
     steps: int = 64,
     repeats: int = 3,
+    prompt: int = 0,
     make_cache: Callable[[int, int], ModelCache] | None = None,
     against: jax.Array | None = None,
     report: Callable[[str], None] = lambda what: None,
@@ -52,26 +54,39 @@ def measure_decoding(
       model: The language model.
       tokens: int32 `[T]`, the text; it is in the cache of every row when a step is timed.
       batches: Numbers of rows to time.
-      steps: Decode steps of one compiled loop; divides T. Choosing tokens is not part of them.
+      steps: Decode steps of one compiled loop; divides T less the prompt. Choosing tokens is not
+        part of them.
       repeats: Timed loops; the fastest counts, since a shared machine only ever adds time.
+      prompt: Tokens of the text that come in one call before the others.
       make_cache: Called with rows and their capacity in tokens; default the model's own cache.
       against: `[T, vocab]`, logits to compare with; default those without a cache.
       report: Called with what is being done.
 
     Raises:
-      ValueError: If `steps` does not divide T, `against` is of another shape, or the cache drops
-        tokens.
+      ValueError: If `steps` does not divide what follows the prompt, `against` is of another
+        shape, or the cache drops tokens.
     """
     T = tokens.size
-    if T == 0 or T % steps:
-        raise ValueError(f"{T} tokens in loops of {steps} steps: want a multiple.")
+    if not 0 <= prompt < max(T, 1):
+        raise ValueError(f"a prompt of {prompt} of {T} tokens: want fewer than all.")
+    if T == 0 or (T - prompt) % steps:
+        raise ValueError(f"{T - prompt} tokens in loops of {steps} steps: want a multiple.")
     if against is not None and against.shape != (T, model.vocab):
         raise ValueError(f"against {against.shape}: want {(T, model.vocab)}.")
     graph, state = nnx.split(model)
-    fed = functools.partial(_fed, graph, nnx.as_pure(state))
+    fed, whole = (functools.partial(fn, graph, nnx.as_pure(state)) for fn in (_fed, _whole))
+
+    def fill(rows: int, tokens: jax.Array) -> tuple[jax.Array, ModelCache]:
+        parts, cache = [], (make_cache or model.init_cache)(rows, capacity)
+        cuts = [*([0] if prompt else []), *range(prompt, T, steps)]
+        for start, end in itertools.pairwise((*cuts, T)):
+            logits, cache = (fed if start >= prompt else whole)(cache, tokens[:, start:end])
+            parts.append(logits)
+        return jnp.concatenate(parts, axis=1), cache
+
     row, capacity = jnp.asarray(tokens, jnp.int32)[None], T + steps * (repeats + 1)
     report("decoding one by one")
-    logits, cache = _fill(fed, (make_cache or model.init_cache)(1, capacity), row, steps)
+    logits, cache = fill(1, row)
     want = against
     if want is None:
         report("comparing cached with uncached logits")
@@ -84,20 +99,9 @@ def measure_decoding(
         if make_cache is None:
             rows = cache.fork(jnp.zeros((batch,), jnp.int32))
         else:  # forks of a row on pages would share them, and the row's pool has no room for more
-            _, rows = _fill(fed, make_cache(batch, capacity), many, steps)
+            _, rows = fill(batch, many)
         rates[batch] = _rate(fed, rows, many[:, :steps], repeats)
     return Decoding(gap, rates, _late_loss(logits[0], tokens), logits[0])
-
-
-def _fill(
-    fed: Callable[..., Any], cache: ModelCache, tokens: jax.Array, steps: int
-) -> tuple[jax.Array, ModelCache]:
-    """Decodes a text `[B, T]`, `steps` tokens a call: logits `[B, T, vocab]` and the cache."""
-    parts = []
-    for start in range(0, tokens.shape[1], steps):
-        logits, cache = fed(cache, tokens[:, start : start + steps])
-        parts.append(logits)
-    return jnp.concatenate(parts, axis=1), cache
 
 
 def _late_loss(logits: jax.Array, tokens: np.ndarray) -> float:
@@ -136,6 +140,15 @@ def _fed(
 
     cache, logits = lax.scan(step, cache, tokens.T)
     return logits.swapaxes(0, 1), cache
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _whole(
+    graph: Any, state: Any, cache: ModelCache, tokens: jax.Array
+) -> tuple[jax.Array, ModelCache]:
+    """Reads given tokens `[B, T]` in one call: logits float32 `[B, T, vocab]`."""
+    logits, cache = nnx.merge(graph, state)(tokens, cache=cache)
+    return logits.astype(jnp.float32), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -319,14 +319,16 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, list[Any]]:
         """Runs every block, and gives back the caches of those that keep records."""
         held: dict[int, Any] = {}
+        # The context itself is for its source.
+        of_reader = {name: x for name, x in context.items() if not name.startswith("context")}
         for number, i in enumerate(self._keepers()):
             layer = None if cache is None else cache.layer(number)
             held[i] = SharedKV(layer) if i in self.sources else layer
         for i, block in enumerate(self.blocks):
             source = self.sources[i]
-            at = i if source is None else source
+            at, told = (i, context) if source is None else (source, of_reader)
             x, held[at] = self._run(
-                block, x, positions, tokens, context, held[at], self._layer_key(key, i)
+                block, x, positions, tokens, told, held[at], self._layer_key(key, i)
             )
         # A write may overwrite what a reader still sees, so it comes after the last one.
         return x, [h.close() if isinstance(h, SharedKV) else h for h in held.values()]

@@ -87,8 +87,12 @@ def check_readers(modules: Sequence[Attention], sources: Sources) -> None:
             continue
         reader, read = modules[number], modules[source]
         where = f"layer {number} reads layer {source}"
-        if read.reads_context:
-            raise ValueError(f"{where}, which is a {type(read).__name__} and keeps a context.")
+        if reader.reads_context != read.reads_context:
+            kinds = ("its own tokens", "a context")
+            raise ValueError(
+                f"{where}, which is a {type(read).__name__} and keeps {kinds[read.reads_context]}: "
+                f"{type(reader).__name__} reads {kinds[reader.reads_context]}."
+            )
         if reader.spec != read.spec:
             raise ValueError(f"{where}, which keeps {read.spec}: it wants {reader.spec}.")
         if reader.rotary != read.rotary:

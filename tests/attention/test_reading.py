@@ -110,8 +110,48 @@ def test_what_does_not_fit_is_named() -> None:
         ValueError, match=r"MultiHeadLatentAttention reads \(2, 7, 1, 36\) and None"
     ):
         latent(X, cache=shared)
-    cross = CrossAttention(D, 4, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="it shares no keys and values"):
-        cross(X, cache=SharedKV())
-    with pytest.raises(ValueError, match="CrossAttention cannot read"):
-        cross.reading()
+    with pytest.raises(ValueError, match="call's own tokens: CrossAttention reads a context"):
+        CrossAttention(D, 4, rngs=nnx.Rngs(0)).reading()(X, cache=shared)
+
+
+CONTEXT = jnp.asarray(RNG.normal(size=(B, 5, D)), jnp.float32)
+
+
+@jax.jit
+def told(pair: tuple[Any, Any], cache: Any, given: dict[str, Any]) -> Any:
+    """Source and reader of a context, which the source alone is given."""
+    source, reader = pair
+    first, shared = source(X, cache=SharedKV(cache), **given)
+    second, shared = reader(Y, cache=shared)
+    return (first, second), shared.close()
+
+
+def test_a_context_is_projected_stored_and_shared_once() -> None:
+    source, alone = (CrossAttention(D, 4, num_kv_heads=2, rngs=nnx.Rngs(i)) for i in range(2))
+    # A module with the source's key and value kernels makes the same of the context.
+    alone.key, alone.value = source.key, source.value
+    lengths = jnp.array([5, 2], jnp.int32)
+    given = {"context": CONTEXT, "context_lengths": lengths}
+    want = source(X, **given)[0], alone(Y, **given)[0]
+    reader = nnx.clone(alone).reading()
+    assert set(nnx.state(alone)) - set(nnx.state(reader)) == {"key", "value"}
+    got, _ = told((source, reader), None, given)
+    jax.tree.map(assert_close, got, want)
+    empty = source.init_cache(B, 6, layout=Paged(2))
+    got, cache = told((source, reader), empty, given)
+    jax.tree.map(assert_close, got, want)
+    assert cache.lengths.tolist() == [5, 2]
+    got, cache = told((source, reader), cache, {})  # a later step only reads
+    jax.tree.map(assert_close, got, want)
+
+    _, shared = source(X, cache=SharedKV(), **given)
+    with pytest.raises(ValueError, match="a context: GroupedQueryAttention reads a call's own"):
+        pair(GroupedQueryAttention)[1](X, cache=shared)
+    with pytest.raises(ValueError, match="reads what another one made of its context"):
+        reader(Y, cache=shared, **given)
+    with pytest.raises(ValueError, match=r"shared keys .2, 5, 2, 6. .* reads .2, 5, 4, 6."):
+        CrossAttention(D, 4, rngs=nnx.Rngs(0)).reading()(Y, cache=shared)
+    with pytest.raises(ValueError, match="reads another module's keys and values: pass"):
+        reader(Y, **given)
+    with pytest.raises(ValueError, match="call their source with it first"):
+        reader(Y, cache=SharedKV(empty))

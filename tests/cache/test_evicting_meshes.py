@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -20,19 +21,27 @@ POLICIES = {"h2o": H2O(), "tova": TOVA()}
 FULL = pytest.mark.full
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def extended(kind: str, cache: LayerCache, tokens: Any, counts: Any) -> Any:
+    """Feeds one call."""
+    spec, heads, _ = KINDS[kind]
+    slopes = jnp.linspace(0.1, 0.5, heads, dtype=jnp.float32)
+    opened = cache.open(tokens[0].shape[1], counts)
+    out, _, cache = opened.extend(*tokens, scoring(spec), alibi_slopes=slopes)
+    return out, cache.close()
+
+
 def run(kind: str, cache: LayerCache, tokens: Any, counts: Any) -> Any:
     """Feeds some calls, then one token, and takes rows apart."""
-    spec, heads, _ = KINDS[kind]
-    how, outs = scoring(spec), []
-    slopes = jnp.linspace(0.1, 0.5, heads, dtype=jnp.float32)
+    outs = []
     for i in range(STEPS):
         given = [None if x is None else x[i] for x in tokens]
-        out, _, cache = cache.open(WIDTH, counts[i]).extend(*given, how, alibi_slopes=slopes)
-        cache = cache.close()
-        outs.append(out)
+        out, cache = extended(kind, cache, given, counts[i])
+        outs.append(np.asarray(out))
     first = [None if x is None else x[0, :, :1] for x in tokens]
-    out, _, after = cache.extend(*first, how, alibi_slopes=slopes)
-    return jnp.stack(outs), out, after.reorder(jnp.arange(B, dtype=jnp.int32)[::-1])
+    out, after = extended(kind, cache, first, np.ones_like(counts[0]))
+    rows = jnp.arange(B, dtype=jnp.int32)[::-1]
+    return np.stack(outs), out, jax.jit(lambda cache: cache.reorder(rows))(after)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +66,11 @@ def test_a_mesh_evicts_the_same_tokens(
     counts = rng.integers(0, WIDTH + 1, (STEPS, B)).astype(np.int32)
     layout = Evicting(7, POLICIES[policy])
     cache = create_layer(spec, Raw(jnp.float32), B, 64, layout=layout)
-    step = jax.jit(run, static_argnums=0)
-    want = step(kind, cache, tokens, counts)
+    want = run(kind, cache, tokens, counts)
     mesh = mesh_of(shape, mode)
     with jax.set_mesh(mesh):
         placed = jax.device_put(cache, cache.sharding(mesh))
-        got = step(kind, placed, tokens, counts)
+        got = run(kind, placed, tokens, counts)
     for ours, theirs in zip(got[:2], want[:2], strict=True):
         assert_close(ours, theirs, terms=64 * 16)
     for name in ("lengths", "overflowed", "refused"):

@@ -62,8 +62,7 @@ def cases(usual: list[tuple], *axes: Any) -> list[Any]:
 
 USUAL_STEPS = [
     ("heads", (8, 1), "explicit"),
-    ("heads", (2, 4), "auto"),
-    ("shared", (2, 4), "explicit"),
+    ("shared", (2, 4), "auto"),
     ("latent", (2, 4), "auto"),
     ("replicated", (2, 4), "explicit"),
 ]

@@ -93,10 +93,15 @@ USUAL = [
 
 
 def covering() -> list[Setting]:
-    """Takes every layout with exact and with coded records, every codec, every record and rule."""
+    """Takes every layout, with coded records and some exact, every codec, record and rule."""
     settings = [Setting(name, "contiguous", "float32", rule, m) for name, rule, m in USUAL[:3]]
-    pairs = [(layout, codec) for layout in LAYOUTS for codec in ("float32", "int8")][1:]
-    pairs += [("contiguous", "int4"), ("ring", "float8"), ("paged", "bfloat16")]
+    pairs = [(layout, "int8") for layout in LAYOUTS]
+    pairs += [
+        ("contiguous", "int4"),
+        ("ring", "float8"),
+        ("paged", "float32"),
+        ("paged", "bfloat16"),
+    ]
     pairs += [("evicting", "float16")]
     for number, (layout, codec) in enumerate(pairs):
         name, rule, masked = USUAL[(number + 3) % len(USUAL)]

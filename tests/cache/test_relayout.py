@@ -54,9 +54,8 @@ def filled(layout: str, codec: str = "raw", lanes: int = 1, capacity: int = 12) 
 # By default each kind of record moves once; all layouts meet in the walk below.
 DEFAULT = {
     ("paged", "ring", "int4", 1),
-    ("paged", "contiguous", "raw", 128),
-    ("contiguous", "ring", "int8", 1),
-    ("ring", "contiguous", "float8", 1),
+    ("ring", "contiguous", "raw", 128),
+    ("contiguous", "paged", "float8", 1),
 }
 MOVES = [
     pytest.param(*move, *how, marks=[] if (*move, *how) in DEFAULT else pytest.mark.full)
@@ -112,8 +111,13 @@ def test_a_layout_need_not_fit_the_codec_that_a_cache_leaves() -> None:
         before.convert(layout=Paged(3), capacity=12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("old", KINDS)
+@pytest.mark.parametrize(
+    ("layout", "old"),
+    [
+        (layout, old) if i % 3 == j % 3 else pytest.param(layout, old, marks=pytest.mark.full)
+        for (i, layout), (j, old) in itertools.product(enumerate(LAYOUTS), enumerate(KINDS))
+    ],
+)
 def test_other_codecs_encode_what_was_stored(layout: str, old: str) -> None:
     before = filled(layout, old)
     spec = before.records.spec

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxkv
-from jaxkv.cache import Int8, Layout, ModelCache, Paged, Ring
+from jaxkv.cache import Evicting, Int8, Layout, ModelCache, Paged, Ring, SnapKV
 from jaxkv.cache.codecs import Codec
 from jaxkv.generation.timing import measure_decoding
 
@@ -94,6 +94,25 @@ def test_every_timed_row_has_a_cache_of_its_own(
     assert (codec is not None and measured.gap > 1e-4) or measured.gap < 1e-5
     assert measured.gap < largest
     assert measured.loss == pytest.approx(late_loss(uncached()), abs=largest)
+
+
+def test_a_prompt_comes_in_one_call() -> None:
+    """SnapKV then keeps its best tokens, and the model is wrong about the text after it alone."""
+    layout = Evicting(6, SnapKV(window=2), room=14)
+    own, lengths = make(layout), []
+
+    def noted(batch: int, capacity: int) -> ModelCache:
+        lengths.append(capacity)
+        return own(batch, capacity)
+
+    measured = measure_decoding(model(), TOKENS, prompt=14, make_cache=noted, **FAST)
+    assert lengths == [35]
+    off = np.abs(np.asarray(measured.logits) - uncached()).max(axis=1)
+    assert off[:14].max() < 1e-5 < 1e-3 < off[14:].min()
+    with pytest.raises(ValueError, match="13 tokens in loops of 7 steps: want a multiple"):
+        measure_decoding(model(), TOKENS, prompt=8, **FAST)
+    with pytest.raises(ValueError, match="a prompt of 21 of 21 tokens: want fewer than all"):
+        measure_decoding(model(), TOKENS, prompt=21, **FAST)
 
 
 def test_a_cache_that_drops_tokens_is_not_timed() -> None:

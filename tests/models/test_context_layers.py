@@ -147,6 +147,45 @@ def test_gradients_reach_the_context_with_and_without_remat() -> None:
     assert_close(again, plain)
 
 
+def test_layers_share_a_context() -> None:
+    """A layer that reads another one's context is one with the same key and value kernels."""
+    shared, apart = (
+        jaxkv.Decoder(VOCAB, 32, 3, [OWN, CROSS, last], rngs=nnx.Rngs(0))
+        for last in (jaxkv.Reads(1), CROSS)
+    )
+    state = nnx.state(apart)
+    nnx.update(state, nnx.state(shared))
+    nnx.update(apart, state)
+    source, copy = (apart.blocks[i].attention for i in (1, 2))
+    copy.key, copy.value = source.key, source.value
+
+    def loss(model: jaxkv.Decoder, context: jax.Array) -> Any:
+        given = dict(context=context, context_lengths=jnp.array([S, 3], jnp.int32))
+        logits, _ = model(TOKENS, **given)
+        return jnp.sum(jnp.square(logits)), logits
+
+    learn = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    (got, gradient), logits = learn(shared, CONTEXT)
+    (want, expected), whole = learn(apart, CONTEXT)
+    assert_close(logits, whole)
+    assert_close(gradient, expected)
+    found, wanted = (dict(nnx.to_flat_state(nnx.state(x))) for x in (got, want))
+    assert len(wanted) == len(found) + 2
+    for path, slope in found.items():
+        both = wanted[path][...]
+        if path[1:4] in {(1, "attention", "key"), (1, "attention", "value")}:
+            both += wanted["blocks", 2, *path[2:]][...]
+        assert_close(slope[...], both, what=str(path))
+
+    cache = shared.init_cache(B, 8, context_capacity=S)
+    assert len(cache.layers) == 2
+    given = dict(context=CONTEXT, context_lengths=jnp.array([S, 3], jnp.int32))
+    first, cache = called(shared, TOKENS[:, :6], cache, **given)
+    last, cache = called(shared, TOKENS[:, 6:], cache)
+    assert_close(jnp.concatenate([first, last], axis=1), whole)
+    assert cache.context_lengths.tolist() == [S, 3]
+
+
 def test_what_does_not_fit_is_named() -> None:
     plain = jaxkv.Decoder(VOCAB, 32, 1, OWN, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="no layer of this model is a CrossAttention"):

@@ -324,7 +324,7 @@ WRONG = {
         functools.partial(jaxkv.CrossAttention, num_heads=4, head_dim=8),
         Reads(1, functools.partial(jaxkv.MultiHeadAttention, num_heads=4, head_dim=8)),
     ],
-    "CrossAttention cannot read another module's": [
+    "layer 1 reads layer 0, which is a GroupedQueryAttention .*: CrossAttention reads a context": [
         GQA,
         Reads(0, functools.partial(jaxkv.CrossAttention, num_heads=4)),
         GQA,

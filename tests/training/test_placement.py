@@ -80,9 +80,9 @@ def unsharded() -> tuple[Any, ...]:
     [
         pytest.param(AUTO, (8, 1), id="auto-8x1", marks=pytest.mark.full),
         pytest.param(AUTO, (2, 4), id="auto-2x4"),
-        pytest.param(AUTO, (1, 8), id="auto-1x8"),
+        pytest.param(AUTO, (1, 8), id="auto-1x8", marks=pytest.mark.full),
         pytest.param(EXPLICIT, (8, 1), id="explicit-8x1"),
-        pytest.param(EXPLICIT, (2, 4), id="explicit-2x4"),
+        pytest.param(EXPLICIT, (2, 4), id="explicit-2x4", marks=pytest.mark.full),
         pytest.param(EXPLICIT, (1, 8), id="explicit-1x8", marks=pytest.mark.full),
     ],
 )
