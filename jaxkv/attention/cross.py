@@ -135,10 +135,10 @@ class CrossAttention(HeadAttention):
             raise ValueError("positions: cross-attention has no rotation that they are for.")
         self._check_context(context, context_lengths, B)
         context = None if context is None else context.astype(x.dtype)
-        key = self._dropout_key(deterministic, rngs, cached=cache is not None)
+        shared, stored = self._given(cache, x)
+        key = self._dropout_key(deterministic, rngs, cached=stored is not None)
         tokens = uncached_tokens(B, T, None, segment_ids, lengths)
         call = Call(tokens, mask, bias, key)
-        shared, stored = self._given(cache, x)
         if self.reads_kv and context is not None:
             raise ValueError("this CrossAttention reads what another one made of its context.")
         if stored is not None:

@@ -145,6 +145,10 @@ def test_a_context_is_projected_stored_and_shared_once() -> None:
     jax.tree.map(assert_close, got, want)
 
     _, shared = source(X, cache=SharedKV(), **given)
+    noisy = CrossAttention(D, 4, num_kv_heads=2, dropout_rate=0.5, rngs=nnx.Rngs(1)).reading()
+    drop = {"deterministic": False, "rngs": nnx.Rngs(dropout=0)}
+    quiet, heard = noisy(Y, cache=shared)[0], noisy(Y, cache=shared, **drop)[0]
+    assert float(jnp.max(jnp.abs(heard - quiet))) > 1e-2
     with pytest.raises(ValueError, match="a context: GroupedQueryAttention reads a call's own"):
         pair(GroupedQueryAttention)[1](X, cache=shared)
     with pytest.raises(ValueError, match="reads what another one made of its context"):
