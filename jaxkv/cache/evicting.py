@@ -170,7 +170,22 @@ class Evicting(Layout):
             index, lengths=index.lengths + fit, overflowed=index.overflowed | (fit < count)
         )
         plan = Plan(index.lengths, count, None, _no_jobs(index), after)
-        return self._chosen(index, slots, plan, length, None)
+        return self._chosen(index, slots, plan, _following(index, length), None)
+
+    def adopted(self, index: Index, slots: int, order: jax.Array, lengths: jax.Array) -> Index:
+        """Takes what is there: the others count as evicted. The row is empty if that does not fit.
+
+        As in a step, a policy that evicts goes down to its budget, the oldest tokens first.
+        """
+        length, held = order.shape[1], jnp.sum((order >= 0).astype(jnp.int32), axis=1)
+        chosen = self.policy is not None and self.policy.evicts(length)
+        fit = lengths if chosen else jnp.where(held <= slots, lengths, 0)
+        after = dataclasses.replace(index, lengths=fit)
+        plan = Plan(index.lengths, lengths, None, _no_jobs(index), after)
+        order = jnp.sort(jnp.where(order < 0, UNBOUNDED, order), axis=1)
+        index = self._chosen(index, slots, plan, order, None).after
+        mark = jnp.where(held < fit, fit, index.state.mark)
+        return dataclasses.replace(index, state=dataclasses.replace(index.state, mark=mark))
 
     def observed(self, length: int) -> int:
         """How many of a call's last queries, of T = `length`, have to be weighed."""
@@ -190,23 +205,24 @@ class Evicting(Layout):
         """
         if index.state.weight is not None:
             old = old + index.state.weight
-        return self._chosen(index, slots, plan, new.shape[2], (old, new))
+        order = _following(index, new.shape[2])
+        return self._chosen(index, slots, plan, order, (old, new))
 
     def _chosen(
         self,
         index: Index,
         slots: int,
         plan: Plan,
-        length: int,
+        new_order: jax.Array,
         weights: tuple[jax.Array, jax.Array] | None,
     ) -> Plan:
         """Evicts what ranks lowest, and gives the step's own tokens that stay their slots.
 
-        Without weights the oldest rank lowest. Stored and new tokens are put together only to be
-        ranked: a step's temporaries would be several times the state's size.
+        These are of the orders `[B, T]`. Without weights the oldest rank lowest. Stored and new
+        tokens are put together only to be ranked: a step's temporaries would be several times the
+        state's size.
         """
-        state, end = index.state, plan.after.lengths
-        new_order = index.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        state, end, length = index.state, plan.after.lengths, new_order.shape[1]
         new_order = jnp.broadcast_to(new_order[:, None], (*state.order.shape[:2], length))
         live = state.order >= 0, new_order < end[:, None, None]
         old, new = live
@@ -329,6 +345,11 @@ class Evicting(Layout):
         gone = jnp.broadcast_to(rows[:, None, None], index.state.order.shape)
         state = _freed(index.state, gone, jnp.where(rows, 0, index.state.mark))
         return dataclasses.replace(emptied_rows(index, rows), state=state)
+
+
+def _following(index: Index, length: int) -> jax.Array:
+    """Counts the orders `[B, T]` of a step's T = `length` new tokens."""
+    return index.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
 
 def _lowest(ranks: Pair, orders: Pair, allowed: jax.Array) -> Pair:

@@ -337,6 +337,14 @@ class Layout(Blocks, Protocol):
         """Plans the writing of `count int32[B]` of T = `length` tokens, for entries of S slots."""
         ...
 
+    def adopted(self, index: Index, slots: int, order: jax.Array, lengths: jax.Array) -> Index:
+        """Fills an empty index with rows of `lengths int32[B]` tokens that another layout has had.
+
+        `order int32[B, S]` tells which of them are there still; -1 = none. A layout that cannot do
+        without one of the others takes it for there all the same.
+        """
+        return self.plan(index, slots, max(order.shape[1], 1), lengths).after
+
     def places(self, index: Index, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Lists each row's slots: entry, slot and order, int32 `[B, S]`; order -1 = unfilled."""
         ...

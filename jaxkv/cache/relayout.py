@@ -52,7 +52,7 @@ def relaid(
     entry, slot, order = group.layout.places(old, group.slots)
     entries, slots = layout.storage(batch, capacity)
     empty = layout.create(batch, capacity)
-    index = layout.plan(empty, slots, max(order.shape[1], 1), old.lengths).after
+    index = layout.adopted(empty, slots, order, old.lengths)
     new_entry, new_slot, wanted = layout.places(index, slots)
     found, at = _find(order, wanted)
     lost = jnp.any((wanted >= 0) & ~found, axis=1) | (index.lengths < old.lengths)

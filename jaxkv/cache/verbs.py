@@ -327,7 +327,8 @@ class Verbs:
           The cache, with room for as many tokens more.
 
         Raises:
-          ValueError: If the layout cannot leave tokens out: `Evicting` can.
+          ValueError: If the layout cannot leave tokens out, since a slot tells the position of
+            what is in it. `Evicting` can: `convert(layout=Evicting(budget), capacity=...)`.
         """
         self.check_alive()
         check_arrays(keep=keep)
@@ -361,7 +362,8 @@ class Verbs:
 
         Returns:
           The cache. A row of which the layout would keep a token that is not there any more (a
-          ring has forgotten it), or that does not fit, comes out empty and flagged `refused`.
+          ring has forgotten it), or that does not fit, comes out empty and flagged `refused`;
+          for `Evicting`, what a ring has forgotten is evicted already.
 
         Raises:
           ValueError: Outside `jit`, if there is such a row; or if a capacity is needed.

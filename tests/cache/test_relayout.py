@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.cache import (
+    TOVA,
     Codec,
     Contiguous,
     Evicting,
@@ -25,6 +26,7 @@ from jaxkv.cache import (
     create_layer,
     gather_layers,
 )
+from jaxkv.core.visibility import Visibility
 from jaxkv.testing.suite import written
 from jaxkv.testing.tolerances import assert_trees_equal
 from tests.cache.feeding import fed
@@ -165,6 +167,28 @@ def test_what_a_ring_has_forgotten_is_refused() -> None:
         filled("contiguous").convert(layout=Paged(4), capacity=8)
     with pytest.raises(ValueError, match=r"cannot keep the tokens.*rows \[1\]"):
         filled("contiguous").convert(layout=Paged(4, pages=3))
+
+
+def test_what_a_ring_has_forgotten_counts_as_evicted() -> None:
+    ring = filled("contiguous").convert(layout=Ring(4))
+    moved = jax.jit(lambda c: c.convert(layout=Evicting(6), capacity=12))(ring)
+    assert moved.lengths.tolist() == LENGTHS and not moved.refused.any()
+    assert_trees_equal(written(moved), written(ring))
+    probe = draw_tokens(np.random.default_rng(1), *SPECS["gqa"], 3, 1)
+    how = scoring(SPECS["gqa"][0], Visibility(window=4))
+    for one, other in zip(fed(how, moved, probe)[:2], fed(how, ring, probe)[:2], strict=True):
+        assert_close(one, other, terms=96)
+    # Row 1 holds 5 to 8: now any of them can go, and what is gone cannot be gone back to.
+    keep = jnp.ones((3, 9), bool).at[1, 6].set(False)
+    left = np.sort(moved.evict(keep).index.state.order[1, 0])
+    assert left.tolist() == [-1, -1, -1, 5, 7, 8]
+    back = jax.jit(lambda c: c.rollback(jnp.array([1, 1, 0], jnp.int32)))(moved)
+    assert back.refused.tolist() == [False, True, False] and back.lengths.tolist() == [2, 9, 0]
+    # Four do not fit three slots, unless a policy chooses.
+    with pytest.raises(ValueError, match=r"Evicting.* cannot keep the tokens.*rows \[1\]"):
+        ring.convert(layout=Evicting(3), capacity=12)
+    chosen = ring.convert(layout=Evicting(3, TOVA()), capacity=12)
+    assert np.sort(chosen.index.state.order[1, 0]).tolist() == [6, 7, 8]
 
 
 def test_a_model_s_cache_moves_layer_by_layer() -> None:
