@@ -85,8 +85,17 @@ def tests_run() -> Iterator[int]:
     return itertools.count(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the notebooks: one of them takes a minute that others can fill."""
+    """Starts with the notebooks, one of which takes a minute that others can fill.
+
+    What `tests/in_full.txt` lists is marked `full`.
+    """
+    lines = (Path(__file__).parent / "tests" / "in_full.txt").read_text().splitlines()
+    listed = tuple(line for line in lines if not line.startswith("#"))
+    for item in items:
+        if item.nodeid.startswith(listed):
+            item.add_marker("full")
     items.sort(key=lambda item: item.get_closest_marker("notebook") is None)
 
 

@@ -85,9 +85,9 @@ LAYOUTS = {
     "tova": Kept(Evicting(16, TOVA()), {}, 3),
     "snapkv": Kept(Evicting(16, SnapKV(window=4)), {}, 3),
 }
-# As long as nothing is evicted one policy is like another, and float16 is kept as bfloat16 is: the
+# As long as nothing is evicted one policy is like another, and 16 bits are kept as 32 are: the
 # covering set has the first.
-ALIKE = ("tova", "snapkv", "float16")
+ALIKE = ("tova", "snapkv", "float16", "bfloat16")
 CODECS: dict[str, Codec] = {
     "float32": Raw(jnp.float32),
     "bfloat16": Raw(jnp.bfloat16),
