@@ -35,6 +35,9 @@ from jaxkv.core.trees import check_arrays, check_sizes
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops.api import attention
 
+# What modules attend to, by whether they read a context.
+ATTENDED = ("its own tokens", "a context")
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -328,10 +331,9 @@ class Attention(nnx.Module):
             raise ValueError(f"cache is a {type(cache).__name__}: want a LayerCache of init_cache.")
         cache.check_alive()
         if cache.context != self.reads_context:
-            kinds = ("its own tokens", "a context")
             raise ValueError(
-                f"this cache belongs to another module: it holds {kinds[cache.context]}, "
-                f"{type(self).__name__} reads {kinds[self.reads_context]}."
+                f"this cache belongs to another module: it holds {ATTENDED[cache.context]}, "
+                f"{type(self).__name__} reads {ATTENDED[self.reads_context]}."
             )
         want = self.spec.replicated(cache.replicas)
         if cache.records.spec != want:

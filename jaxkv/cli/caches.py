@@ -42,16 +42,15 @@ class CacheChoice:
     layout: Layout | None = None
     codec: Codec | None = None
 
-    def make(self, model: Decoder, batch: int, capacity: int) -> ModelCache:
-        """Makes an empty cache of a model for `batch` rows of `capacity` tokens."""
-        return model.init_cache(batch, capacity, layout=self.layout, codec=self.codec)
+    def make(self, model: Decoder, batch: int, capacity: int, prompt: int = 0) -> ModelCache:
+        """Makes an empty cache of a model for `batch` rows of `capacity` tokens.
 
-    def followed(self, model: Decoder, batch: int, capacity: int, prompt: int) -> ModelCache:
-        """Makes one for rows that begin with a prompt of so many tokens."""
+        If a prompt of so many tokens is compressed, what follows it needs room.
+        """
         layout = self.layout
-        if isinstance(layout, Evicting) and self.needs_prompts:
+        if isinstance(layout, Evicting) and self.needs_prompts and prompt:
             layout = dataclasses.replace(layout, room=capacity - prompt)
-        return dataclasses.replace(self, layout=layout).make(model, batch, capacity)
+        return model.init_cache(batch, capacity, layout=layout, codec=self.codec)
 
     @property
     def needs_prompts(self) -> bool:

@@ -174,7 +174,7 @@ def _measure(
     for number, (name, choice) in enumerate(choices.items(), 1):
         share = TRAINING_SHARE + (1 - TRAINING_SHARE) * number / (len(choices) + 1)
         prompt = tokens.size // 2 if choice.needs_prompts else 0
-        make = functools.partial(choice.followed, model, prompt=prompt)
+        make = functools.partial(choice.make, model, prompt=prompt)
 
         def show(what: str, name: str = name, share: float = share) -> None:
             report(f"{name}, {what}", share)

@@ -74,6 +74,7 @@ def measure_decoding(
     if against is not None and against.shape != (T, model.vocab):
         raise ValueError(f"against {against.shape}: want {(T, model.vocab)}.")
     graph, state = nnx.split(model)
+    row, capacity = jnp.asarray(tokens, jnp.int32)[None], T + steps * (repeats + 1)
     fed, whole = (functools.partial(fn, graph, nnx.as_pure(state)) for fn in (_fed, _whole))
 
     def fill(rows: int, tokens: jax.Array) -> tuple[jax.Array, ModelCache]:
@@ -84,7 +85,6 @@ def measure_decoding(
             parts.append(logits)
         return jnp.concatenate(parts, axis=1), cache
 
-    row, capacity = jnp.asarray(tokens, jnp.int32)[None], T + steps * (repeats + 1)
     report("decoding one by one")
     logits, cache = fill(1, row)
     want = against

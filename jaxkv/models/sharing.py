@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxkv.attention.base import Attention
+from jaxkv.attention.base import ATTENDED, Attention
 
 AttentionFactory = Callable[..., Attention]
 Sources = tuple[int | None, ...]
@@ -88,10 +88,10 @@ def check_readers(modules: Sequence[Attention], sources: Sources) -> None:
         reader, read = modules[number], modules[source]
         where = f"layer {number} reads layer {source}"
         if reader.reads_context != read.reads_context:
-            kinds = ("its own tokens", "a context")
+            keeps, reads = (ATTENDED[module.reads_context] for module in (read, reader))
             raise ValueError(
-                f"{where}, which is a {type(read).__name__} and keeps {kinds[read.reads_context]}: "
-                f"{type(reader).__name__} reads {kinds[reader.reads_context]}."
+                f"{where}, which is a {type(read).__name__} and keeps {keeps}: "
+                f"{type(reader).__name__} reads {reads}."
             )
         if reader.spec != read.spec:
             raise ValueError(f"{where}, which keeps {read.spec}: it wants {reader.spec}.")

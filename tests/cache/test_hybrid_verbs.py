@@ -36,7 +36,7 @@ HYBRIDS: dict[str, tuple[Layout, ...]] = {
     "ring-contiguous": (Ring(3), Contiguous()),
     "ring-ring-paged": (Ring(5, spare=2), Ring(4, pinned=1), Paged(4, pages=4)),
 }
-USUAL = ("paged-paged-ring", "ring-contiguous")
+USUAL = ("paged-paged-ring",)
 COUNTS = st.lists(st.integers(0, T), min_size=B, max_size=B)
 ROWS = st.lists(st.integers(-1, B), min_size=B, max_size=B)
 

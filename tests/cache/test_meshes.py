@@ -62,7 +62,6 @@ def cases(usual: list[tuple], *axes: Any) -> list[Any]:
 
 USUAL_STEPS = [
     ("heads", (8, 1), "explicit"),
-    ("shared", (2, 4), "auto"),
     ("latent", (2, 4), "auto"),
     ("replicated", (2, 4), "explicit"),
 ]
@@ -122,7 +121,7 @@ def wanted_gradient(kind: str) -> Any:
     return gradient(kind)(gradient_inputs(kind), prefilled(kind))
 
 
-USUAL_GRADIENTS = [("shared", "explicit"), ("latent", "auto")]
+USUAL_GRADIENTS = [("latent", "auto")]
 
 
 @pytest.mark.parametrize(

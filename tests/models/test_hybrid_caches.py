@@ -46,14 +46,18 @@ def called(model: jaxkv.Decoder, tokens: jax.Array, cache: Any = None) -> Any:
     return model(tokens, cache=cache)
 
 
+# At once more than the ring has, then one by one; or all at once.
+@pytest.mark.parametrize(
+    "widths", [[8, 1, 1, 1, 1], pytest.param([T], marks=pytest.mark.full)], ids=str
+)
 @pytest.mark.parametrize("name", [pytest.param("exact", marks=pytest.mark.full), "coded"])
-def test_every_layer_may_have_its_own_layout_and_codec(name: str) -> None:
+def test_every_layer_may_have_its_own_layout_and_codec(name: str, widths: list[int]) -> None:
     codecs, bound = CODECS[name]
     want, _ = called(model(), TOKENS)
     cache = model().init_cache(B, 16, layout=LAYOUTS, codec=codecs)
     assert [layer.codec for layer in cache.layers] == codecs
     start, parts = 0, []
-    for width in [8] + [1] * 4:  # at once more than the ring has
+    for width in widths:
         logits, cache = called(model(), TOKENS[:, start : start + width], cache)
         parts.append(logits)
         start += width
