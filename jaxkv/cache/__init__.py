@@ -21,6 +21,7 @@ from jaxkv.cache.paged import Paged as Paged
 from jaxkv.cache.policies import H2O as H2O
 from jaxkv.cache.policies import TOVA as TOVA
 from jaxkv.cache.policies import Policy as Policy
+from jaxkv.cache.policies import Recent as Recent
 from jaxkv.cache.policies import SnapKV as SnapKV
 from jaxkv.cache.policies import pyramid_budgets as pyramid_budgets
 from jaxkv.cache.quantised import Float8 as Float8

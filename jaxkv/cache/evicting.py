@@ -91,6 +91,7 @@ class Evicting(Layout):
     heads: int = 1
 
     per_layer: ClassVar[bool] = True
+    leaves_holes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for budget in self._budgets():
@@ -144,14 +145,14 @@ class Evicting(Layout):
         return batch, min(max(self._budgets()) + self.room, capacity)
 
     def narrowed(self, rule: Visibility) -> Visibility:
-        """Checks that what is evicted could be missed by later queries only.
+        """Checks that what is evicted could be missed by later queries only; asks the policy too.
 
         Raises:
-          ValueError: If the rule looks ahead without end.
+          ValueError: If the rule looks ahead without end, or at more than the policy keeps.
         """
         if rule.right is None:
             raise ValueError(f"{self} gives tokens up, and {rule} asks for all of them.")
-        return rule
+        return rule if self.policy is None else self.policy.narrowed(rule)
 
     def limit(self, index: Index, slots: int) -> int:
         """Tokens that a row may hold: its slots if only the caller evicts, else no limit."""
@@ -175,7 +176,7 @@ class Evicting(Layout):
     def adopted(self, index: Index, slots: int, order: jax.Array, lengths: jax.Array) -> Index:
         """Takes what is there: the others count as evicted. The row is empty if that does not fit.
 
-        As in a step, a policy that evicts goes down to its budget, the oldest tokens first.
+        As in a step, a policy that evicts goes down to its budget; no token has got attention yet.
         """
         length, held = order.shape[1], jnp.sum((order >= 0).astype(jnp.int32), axis=1)
         chosen = self.policy is not None and self.policy.evicts(length)
@@ -183,7 +184,9 @@ class Evicting(Layout):
         after = dataclasses.replace(index, lengths=fit)
         plan = Plan(index.lengths, lengths, None, _no_jobs(index), after)
         order = jnp.sort(jnp.where(order < 0, UNBOUNDED, order), axis=1)
-        index = self._chosen(index, slots, plan, order, None).after
+        shape = index.state.order.shape[:2]
+        weights = jnp.zeros((*shape, slots)), jnp.zeros((*shape, length))
+        index = self._chosen(index, slots, plan, order, weights).after
         mark = jnp.where(held < fit, fit, index.state.mark)
         return dataclasses.replace(index, state=dataclasses.replace(index.state, mark=mark))
 

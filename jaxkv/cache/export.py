@@ -20,7 +20,7 @@ from jaxkv.cache.kivi import Kivi
 from jaxkv.cache.layer_cache import LayerCache
 from jaxkv.cache.model_cache import ModelCache
 from jaxkv.cache.paged import Paged, Pages
-from jaxkv.cache.policies import H2O, TOVA, SnapKV
+from jaxkv.cache.policies import H2O, TOVA, Recent, SnapKV
 from jaxkv.cache.quantised import Float8, Int4, Int8
 from jaxkv.cache.records import Records
 from jaxkv.cache.ring import Ring
@@ -101,6 +101,6 @@ def _restored(x: Any) -> Any:
 
 register_export(
     nodes=(Index, Jobs, Fill, Plan, Records, LayerCache, ModelCache, Pages, Kept),
-    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Evicting, H2O, TOVA, SnapKV),
+    choices=(KVSpec, Raw, Contiguous, Ring, Paged, Evicting, H2O, TOVA, SnapKV, Recent),
 )
 register_export(choices=(Int8, Int4, Float8, Kivi))

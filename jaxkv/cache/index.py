@@ -303,9 +303,11 @@ class Layout(Blocks, Protocol):
 
     Attributes:
       per_layer: Every layer has an index of its own, since layers keep different tokens.
+      leaves_holes: Tokens between others can be given up where they stand (`evict`).
     """
 
     per_layer: ClassVar[bool] = False
+    leaves_holes: ClassVar[bool] = False
 
     @property
     def chooses(self) -> bool:
@@ -392,12 +394,14 @@ class Layout(Blocks, Protocol):
         """Gives up the tokens of order w where `keep bool[B, W]` is False; later ones stay.
 
         Raises:
-          ValueError: If where a token stands depends on how many are before it.
+          ValueError: If the layout leaves no holes; the verb converts it first to one that does.
         """
-        raise ValueError(
-            f"{self} keeps tokens in their order, so none can be taken out: convert to "
-            "layout=Evicting(budget) first."
-        )
+        raise ValueError(f"{self} keeps tokens in their order, so none can be taken out.")
+
+    def forgetting(self, slots: int) -> Any:
+        """Gives the policy by which `Evicting` forgets what this layout does; `None` if nothing."""
+        del slots
+        return None
 
     def state_axes(self, heads: str | None) -> Any:
         """Names the logical axes of the state, `heads` being that of the records' heads."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.core.trees import check_sizes
+from jaxkv.core.visibility import Visibility
 
 
 class Policy(Protocol):
@@ -37,6 +38,10 @@ class Policy(Protocol):
         Others keep what fits their slots.
         """
         return jnp.ones(count.shape, jnp.bool_)
+
+    def narrowed(self, rule: Visibility) -> Visibility:
+        """Narrows a module's rule to tokens that are kept whatever they got; raises if it can't."""
+        return rule
 
     def observed(self, length: int) -> int:
         """How many of a call's last queries, of `length`, decide."""
@@ -175,6 +180,75 @@ class SnapKV(Policy):
         pooled = lax.reduce_window(row, -jnp.inf, lax.max, window, (1, 1, 1), padding)
         back = jnp.take_along_axis(pooled, jnp.argsort(by_order, axis=-1), axis=-1)
         return jnp.where(_among_last(order, end, min(self.window, budget)), jnp.inf, back)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recent(Policy):
+    """Keeps the last tokens, and if wanted the first ones, whatever attention they got.
+
+    As with `Ring`, which stores less beside the tokens, calls see what a module with this window
+    and these pinned tokens sees; but tokens can be given up (`evict`), and others then stay longer.
+
+    Args:
+      window: Last tokens that a query sees, itself among them.
+      pinned: First tokens of a row that stay for ever.
+
+    Raises:
+      ValueError: If a number is out of range.
+
+    Source: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"
+    (arXiv:2309.17453), section 3.2.
+    """
+
+    window: int
+    pinned: int = 0
+    per_head: ClassVar[bool] = False
+    accumulates: ClassVar[bool] = False
+    by_itself: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_sizes(window=self.window)
+        if self.pinned < 0:
+            raise ValueError(f"{self}: want pinned of at least 0 tokens.")
+
+    def evicts(self, length: int) -> bool:
+        """Every call keeps to the budget."""
+        del length
+        return True
+
+    def narrowed(self, rule: Visibility) -> Visibility:
+        """Narrows a rule to the window and the pinned tokens.
+
+        Raises:
+          ValueError: If the rule looks at first tokens that are not kept.
+        """
+        return last_tokens(rule, self.window, self.pinned, str(self))
+
+    def observed(self, length: int) -> int:
+        """No query decides."""
+        del length
+        return 0
+
+    def rank(self, weights: jax.Array, order: jax.Array, end: jax.Array, budget: int) -> jax.Array:
+        """Ranks tokens by their order, counted from the end: float32 tells these apart."""
+        del weights, budget
+        age = (order - end[:, None, None]).astype(jnp.float32)
+        return jnp.where(order < self.pinned, jnp.inf, age)
+
+
+def last_tokens(rule: Visibility, window: int, pinned: int, keeper: str) -> Visibility:
+    """Narrows a rule to the last `window` and the first `pinned` tokens, which `keeper` keeps.
+
+    Raises:
+      ValueError: If the rule looks ahead without end, or at first tokens that are not kept.
+    """
+    if rule.right is None:
+        raise ValueError(f"{keeper} keeps the last tokens only, and {rule} asks for all of them.")
+    if rule.pinned > pinned:
+        raise ValueError(f"{keeper} pins fewer tokens than {rule} looks at.")
+    if rule.left is not None and rule.left < window:
+        return rule
+    return Visibility(rule.causal, window if rule.causal else (window - 1, rule.right), pinned)
 
 
 # By the names that commands use; a new one is one line here.

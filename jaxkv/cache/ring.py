@@ -24,6 +24,7 @@ from jaxkv.cache.index import (
     stacked_jobs,
     window_job,
 )
+from jaxkv.cache.policies import Recent, last_tokens
 from jaxkv.core.indexing import item, quotient_up, remainder
 from jaxkv.core.trees import check_sizes
 from jaxkv.core.visibility import Visibility
@@ -82,14 +83,7 @@ class Ring(Layout):
         Raises:
           ValueError: If the rule looks ahead without end, or at first tokens that are not kept.
         """
-        if rule.right is None:
-            raise ValueError(f"{self} keeps the last tokens only, and {rule} asks for all of them.")
-        if rule.pinned > self.pinned:
-            raise ValueError(f"{self} pins fewer tokens than {rule} looks at.")
-        if rule.left is not None and rule.left < self.window:
-            return rule
-        window = self.window if rule.causal else (self.window - 1, rule.right)
-        return Visibility(rule.causal, window, self.pinned)
+        return last_tokens(rule, self.window, self.pinned, str(self))
 
     def limit(self, index: Index, slots: int) -> int:
         """Tokens that a row may hold: no limit, but for a ring cut short by its capacity."""
@@ -180,6 +174,10 @@ class Ring(Layout):
     def rollback_limit(self, slots: int) -> int:
         """The last token and `spare` more; all of a ring that is cut short by its capacity."""
         return UNBOUNDED if slots < self._whole else self.spare + 1
+
+    def forgetting(self, slots: int) -> Recent | None:
+        """Keeps the same tokens, unless a ring cut short by its capacity forgets none of them."""
+        return None if slots < self.pinned + self.window else Recent(self.window, self.pinned)
 
     def reset(self, index: Index, rows: jax.Array) -> Index:
         """Empties the rows where `rows bool[B]` is True."""

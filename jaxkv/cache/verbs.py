@@ -30,7 +30,7 @@ from jaxkv.cache.pairs import check_kinds, refusal
 from jaxkv.cache.plans import Group, marked
 from jaxkv.cache.records import Records, bytes_per_token, physical_bytes, tree_bytes
 from jaxkv.cache.regroup import recoded
-from jaxkv.cache.relayout import relaid
+from jaxkv.cache.relayout import Move, leaving_holes, relaid
 from jaxkv.core.sharding import Rules, local, named
 from jaxkv.core.trees import check_arrays, is_known
 
@@ -311,11 +311,7 @@ class Verbs:
             refused, lambda: f"share of the first {count} tokens of rows that hold {self.lengths}"
         )
         layouts, indices, layers, _ = shared._parts()
-
-        def emptied(indices: tuple[Index, ...], rows: jax.Array) -> tuple[Index, ...]:
-            return _emptied(layouts, indices, rows)
-
-        return shared._rebuilt(_by_rows(emptied)(indices, refused), layers)
+        return shared._rebuilt(_emptied(layouts, indices, refused), layers)
 
     def evict(self, keep: jax.Array) -> Self:
         """Gives up tokens of each row; those that stay keep their positions.
@@ -324,17 +320,21 @@ class Verbs:
           keep: bool `[B, W]`: whether the row's token of order w stays. Tokens from W on stay.
 
         Returns:
-          The cache, with room for as many tokens more.
+          The cache, with room for as many tokens more. Where a slot tells the position of what is
+          in it none can be left out: such layers move to `Evicting` first, of as many slots as a
+          row may hold tokens (a ring: as it has; it goes on forgetting). In a loop, where a cache
+          must keep its layout, `convert` before.
 
         Raises:
-          ValueError: If the layout cannot leave tokens out, since a slot tells the position of
-            what is in it. `Evicting` can: `convert(layout=Evicting(budget), capacity=...)`.
+          ValueError: If a codec does not fit `Evicting`.
         """
         self.check_alive()
         check_arrays(keep=keep)
         batch = self.lengths.shape[0]
         if keep.ndim != 2 or keep.shape[0] != batch or keep.dtype != jnp.bool_:
             raise ValueError(f"evict keep {keep.dtype}{keep.shape}: want bool[{batch}, W].")
+        if not all(g.layout.leaves_holes for g in self._groups()):
+            return self._relaid(leaving_holes)[0].evict(keep)
         groups = self._groups()
 
         def kept(indices: tuple[Index, ...], keep: jax.Array) -> tuple[Index, ...]:
@@ -385,22 +385,10 @@ class Verbs:
             marked(index, *(r.codec for r, g in zip(layers, groups, strict=True) if g == number))
             for number, index in enumerate(indices)
         )
+        cache = self._rebuilt(indices, tuple(layers))
         if layout is None:
-            return self._rebuilt(indices, tuple(layers))
-        made: list[tuple[Layout, Index]] = []
-        lost = jnp.zeros_like(indices[0].refused)
-        new_groups = dict.fromkeys(range(len(layers)), 0)
-        for number, group in enumerate(self._groups()):
-            mine = [i for i, g in enumerate(groups) if g == number]
-            group = group._replace(index=indices[number])
-            # Layers that keep different tokens part company.
-            for apart in [[i] for i in mine] if layout.per_layer else [mine]:
-                fitted = layout.fitted(layers[apart[0]].spec)
-                index, moved, gone = relaid(group, [layers[i] for i in apart], fitted, capacity)
-                lost |= gone
-                for i, records in zip(apart, moved, strict=True):
-                    layers[i], new_groups[i] = records, len(made)
-                made.append((fitted, index))
+            return cache
+        moved, lost = cache._relaid(lambda _: Move(layout, capacity))
         raise_if(
             lost,
             lambda: (
@@ -408,14 +396,27 @@ class Verbs:
                 "some are forgotten already, or they do not fit its capacity or pages"
             ),
         )
-        new_layouts, new_indices = zip(*made, strict=True)
-        made = list(zip(new_layouts, _emptied(new_layouts, new_indices, lost), strict=True))
-        for number in range(self._extended(), len(indices)):
-            for i in (i for i, g in enumerate(groups) if g == number):
-                new_groups[i] = len(made) + number - self._extended()
-        contexts = list(zip(layouts, indices, strict=True))[self._extended() :]
-        new_layouts, new_indices = zip(*made, *contexts, strict=True)
-        return self._rebuilt(new_indices, tuple(layers), new_layouts, tuple(new_groups.values()))
+        return moved
+
+    def _relaid(self, want: Callable[[Group], Move | None]) -> tuple[Self, jax.Array]:
+        """Moves the groups that steps extend to other layouts; tells the rows that are lost.
+
+        These are empty and flagged.
+        """
+        layouts, indices, layers, groups = self._parts()
+        number = self._extended()
+        mine = [
+            {i: r for i, r in enumerate(layers) if groups[i] == group} for group in range(number)
+        ]
+        done = relaid(self._groups(), mine, want)
+        further = len(done.layouts) - number
+        moved = self._rebuilt(
+            (*_emptied(done.layouts, done.indices, done.lost), *indices[number:]),
+            tuple(done.layers.get(i, r) for i, r in enumerate(layers)),
+            (*done.layouts, *layouts[number:]),
+            tuple(done.groups[i] if g < number else g + further for i, g in enumerate(groups)),
+        )
+        return moved, done.lost
 
     @property
     def bytes_per_token(self) -> int:
@@ -485,8 +486,12 @@ def _emptied(
     layouts: Sequence[Layout], indices: Sequence[Index], rows: jax.Array
 ) -> tuple[Index, ...]:
     """Empties and flags lost rows, bool `[B]`: in all groups, since layers agree on every row."""
-    emptied = (layout.reset(i, rows) for layout, i in zip(layouts, indices, strict=False))
-    return tuple(dataclasses.replace(i, refused=i.refused | rows) for i in emptied)
+
+    def each(indices: tuple[Index, ...], rows: jax.Array) -> tuple[Index, ...]:
+        emptied = (layout.reset(i, rows) for layout, i in zip(layouts, indices, strict=False))
+        return tuple(dataclasses.replace(i, refused=i.refused | rows) for i in emptied)
+
+    return _by_rows(each)(tuple(indices), rows)
 
 
 def _by_rows(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,7 +113,11 @@ class Row:
 
 def kept(cache: LayerCache, row: int) -> list[list[int]]:
     """Lists the orders that each head (or all of them) keeps."""
-    order = np.asarray(cache.index.state.order)[row]
+    layout, index = cache.layout, cache.index
+    if isinstance(layout, Evicting):
+        order = np.asarray(index.state.order)[row]
+    else:
+        order = np.asarray(layout.places(index, cache.records.slots)[2])[row, None]
     return [sorted(int(o) for o in head if o >= 0) for head in order]
 
 

@@ -18,9 +18,7 @@ from jaxkv.cache import (
     Int8,
     KVSpec,
     LayerCache,
-    Paged,
     Raw,
-    Ring,
     SnapKV,
     create_layer,
     gather_layers,
@@ -140,13 +138,6 @@ def test_the_caller_evicts_and_what_is_left_answers_as_if_masked() -> None:
     assert kept(after, 0) == [[0, 2, 3, 5, 6, 7, 8, 9]]
     full = extend(how, after, query, key, value, jnp.array([1, 0], jnp.int32))[1]
     assert full.overflowed.tolist() == [True, False] and full.lengths.tolist() == [10, 8]
-
-
-@pytest.mark.parametrize("layout", [Contiguous(), Ring(8), Paged(4)], ids=str)
-def test_layouts_in_order_cannot_leave_tokens_out(layout: Any) -> None:
-    cache = create_layer(GQA, Raw(jnp.float32), 1, 16, layout=layout)
-    with pytest.raises(ValueError, match=r"convert to layout=Evicting"):
-        cache.evict(jnp.ones((1, 4), bool))
 
 
 def test_what_left_the_window_goes_first() -> None:

@@ -23,6 +23,7 @@ from jaxkv.cache import (
     ModelCache,
     Paged,
     Raw,
+    Recent,
     Ring,
     SnapKV,
     create_layer,
@@ -79,6 +80,7 @@ ANY_BATCH: dict[str, Layout] = {
     "paged": Paged(4, pages=20),
     "h2o": Evicting(8, H2O()),
     "tova": Evicting(8, TOVA()),
+    "recent": Evicting(8, Recent(6, 2)),
     "snapkv": Evicting(8, SnapKV(1), room=4),
 }
 
