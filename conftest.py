@@ -85,18 +85,32 @@ def tests_run() -> Iterator[int]:
     return itertools.count(1)
 
 
+IN_FULL = pytest.StashKey[dict[str, list[str]]]()
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Starts with the notebooks, one of which takes a minute that others can fill.
 
     What `tests/in_full.txt` lists is marked `full`.
     """
     lines = (Path(__file__).parent / "tests" / "in_full.txt").read_text().splitlines()
-    listed = tuple(line for line in lines if not line.startswith("#"))
+    found: dict[str, list[str]] = {line: [] for line in lines if not line.startswith("#")}
+    listed = tuple(found)
     for item in items:
         if item.nodeid.startswith(listed):
             item.add_marker("full")
+            for line in listed:
+                if item.nodeid.startswith(line):
+                    found[line].append(item.nodeid)
+    config.stash[IN_FULL] = found
     items.sort(key=lambda item: item.get_closest_marker("notebook") is None)
+
+
+@pytest.fixture(scope="session")
+def in_full(pytestconfig: pytest.Config) -> dict[str, list[str]]:
+    """Lists the tests that were found for each line of `tests/in_full.txt`."""
+    return pytestconfig.stash[IN_FULL]
 
 
 def pytest_collection_finish() -> None:

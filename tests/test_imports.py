@@ -111,14 +111,12 @@ def test_files_stay_short() -> None:
     assert long == {}
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Names the heavy packages that a fresh interpreter has after one statement."""
-    code = f"import sys\n{statement}\nprint(*(n for n in {HEAVY!r} if n in sys.modules))"
+def test_import_loads_nothing_heavy_of_its_own() -> None:
+    """Names the heavy packages that a fresh interpreter has after each statement."""
+    statements = ["from flax import nnx", "import jaxkv", "import rich"]
+    found = f"print(*(n for n in {HEAVY!r} if n in sys.modules))"
+    code = "import sys\n" + "\n".join(f"{line}\n{found}" for line in statements)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    return set(run.stdout.split())
-
-
-def test_import_loads_nothing_heavy_of_its_own() -> None:
-    assert loaded_by("import jaxkv") <= loaded_by("from flax import nnx")
-    assert "rich" in loaded_by("import rich")
+    flax, ours, rich = (set(line.split()) for line in run.stdout.splitlines())
+    assert ours <= flax and "rich" in rich

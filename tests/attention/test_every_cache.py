@@ -251,8 +251,8 @@ def test_every_variant_with_every_layout_and_codec(triple: Triple) -> None:
 def check_tokens(triple: Triple) -> None:
     attn, x = module(triple.variant, triple.layout), draw(0)
     want, limit = truth(triple, x)
-    once, whole = feed(attn, x, empty(triple), [LENGTH])
-    # The calls of 4 tokens and of 1 serve the ragged rows and the rollback below as well.
+    once, whole = given(attn, x, empty(triple), [LENGTH] * ROWS)
+    # The calls of 1 token serve the rollback below as well.
     chunks, parts = chunked(attn, x[:, :8], empty(triple))
     singly, parts = feed(attn, x[:, 8:], parts, [1, 1, 1, 1])
     singly = np.concatenate([chunks, singly], axis=1)
@@ -263,12 +263,20 @@ def check_tokens(triple: Triple) -> None:
     check_rollback(triple, attn, parts, singly)
 
 
+def given(attn: Any, x: np.ndarray, cache: LayerCache, counts: Any) -> Any:
+    """Calls with the first tokens of each row: of one width, so that one program does for all."""
+    padded = np.full((ROWS, LENGTH, WIDTH), np.nan, np.float32)
+    for b, n in enumerate(counts):
+        padded[b, :n] = x[b, :n]
+    return call(attn, padded, cache, lengths=np.asarray(counts, np.int32))
+
+
 def chunked(attn: Any, x: np.ndarray, cache: LayerCache) -> tuple[np.ndarray, LayerCache]:
-    """Feeds 4 tokens at a time, as calls that tell how many of them are real."""
+    """Feeds 4 tokens at a time."""
     outs = []
     for part in np.split(x, x.shape[1] // 4, axis=1):
-        y, cache = call(attn, part, cache, lengths=np.full((ROWS,), 4, np.int32))
-        outs.append(y)
+        y, cache = given(attn, part, cache, [4] * ROWS)
+        outs.append(y[:, :4])
     return np.concatenate(outs, axis=1), cache
 
 
@@ -276,10 +284,8 @@ def check_ragged(triple: Triple, attn: Any, x: np.ndarray, want: np.ndarray, lim
     """Feeds the rows different numbers of tokens at a time."""
     cache, done = empty(triple), np.zeros(ROWS, np.int32)
     for counts in ([4, 1], [0, 4], [3, 2]):
-        given = np.full((ROWS, 4, WIDTH), np.nan, np.float32)
-        for b, n in enumerate(counts):
-            given[b, :n] = x[b, done[b] : done[b] + n]
-        got, cache = call(attn, given, cache, lengths=np.asarray(counts, np.int32))
+        rest = np.stack([np.roll(x[b], -done[b], axis=0) for b in range(ROWS)])
+        got, cache = given(attn, rest, cache, counts)
         for b, n in enumerate(counts):
             assert_close(got[b, :n], want[b, done[b] : done[b] + n], limit, f"ragged row {b}")
             assert not got[b, n:].any(), "padding must give 0"

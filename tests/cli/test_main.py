@@ -88,7 +88,7 @@ def test_compare_prints_measures_and_writes(
 def test_compare_sets_caches_beside_the_default_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["ring:64", "int8", "snapkv:64", "paged:16+int4"]
+    names = ["ring:64", "snapkv:64", "paged:16+int8"]
     arguments = ["compare", "--quick", "--steps", "4", "--variants", "gqa"]
     assert run([*arguments, "--cache", ",".join(names), "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -99,22 +99,21 @@ def test_compare_sets_caches_beside_the_default_one(
     caches = {found["cache"]: found for found in gqa["caches"]}
     assert list(caches) == ["default", *names]
     # 2 layers x 2 KV heads = 4 records of a token, each of 8 + 8 channels; 256 tokens. A float32
-    # channel is 4 bytes, an int4 one half a byte, and each of key and value has a 4-byte scale.
+    # channel is 4 bytes, an int8 one a byte, and each of key and value has a 4-byte scale.
     assert {name: found["bytes_per_token"] for name, found in caches.items()} == {
         "default": 4 * 16 * 4,
         "ring:64": 4 * 16 * 4 * 64 / 256,
-        "int8": 4 * (16 + 8),
         "snapkv:64": 4 * 16 * 4 * (64 + 128) / 256,  # it compresses the prompt of 128 to 64
-        "paged:16+int4": 4 * (8 + 8),
+        "paged:16+int8": 4 * (16 + 8),
     }
     ratios = [found["ratio"] for found in caches.values()]
-    assert ratios == [1, 1 / 4, 3 / 8, 3 / 4, 1 / 4]
-    assert [found["prompt"] for found in caches.values()] == [0, 0, 0, 128, 0]
+    assert ratios == [1, 1 / 4, 3 / 4, 3 / 8]
+    assert [found["prompt"] for found in caches.values()] == [0, 0, 128, 0]
     # A codec rounds what it holds, and a ring forgets it.
     default = caches["default"]["loss"]
-    assert 1e-5 < caches["int8"]["gap"] < 0.1
-    assert caches["int8"]["loss"] == pytest.approx(default, abs=1e-2)
-    assert caches["int8"]["gap"] < caches["ring:64"]["gap"]
+    coded = caches["paged:16+int8"]
+    assert 1e-5 < coded["gap"] < 0.1 and coded["gap"] < caches["ring:64"]["gap"]
+    assert coded["loss"] == pytest.approx(default, abs=1e-2)
     # So does SnapKV, of which the ring shows the most that forgetting can do here.
     assert 1e-5 < caches["snapkv:64"]["gap"] < 2 * caches["ring:64"]["gap"]
     # Four steps leave a model near knowing nothing, which is log 256 = 5.5.

@@ -59,7 +59,10 @@ def test_greedy_tokens_equal_scoring_without_a_cache(variant: type) -> None:
 def test_a_row_alone_equals_the_row_in_a_batch() -> None:
     together = generate(model(), PROMPTS, max_new_tokens=NEW).rows()
     for prompt, row in zip(PROMPTS, together, strict=True):
-        assert generate(model(), [prompt], max_new_tokens=NEW).rows() == [row]
+        alone = np.zeros((1, 5), np.int32)
+        alone[0, : len(prompt)] = prompt
+        given = dict(lengths=np.array([len(prompt)]), cache=model().init_cache(1, 32))
+        assert generate(model(), alone, max_new_tokens=NEW, **given).rows() == [row]
 
 
 def test_array_prompts_with_lengths_equal_lists() -> None:
@@ -124,8 +127,8 @@ def test_continuing_equals_going_on() -> None:
 def test_decode_compiles_once_for_all_lengths() -> None:
     decoder = model()
     before = generate_loop._decode._cache_size()
-    for prompt in ([1], [1, 2, 3, 4], [9, 8, 7]):
-        generate(decoder, [prompt], max_new_tokens=6, cache=decoder.init_cache(1, 32))
+    for prompt in ([1], [1, 2, 3, 4], [9]):
+        generate(decoder, [prompt], max_new_tokens=NEW, cache=decoder.init_cache(1, 32))
     assert generate_loop._decode._cache_size() - before <= 1
 
 
@@ -173,25 +176,26 @@ def test_bad_calls_are_named(call: dict, says: str) -> None:
 
 
 def test_cac_04_the_capacity_changes_neither_text_nor_logits() -> None:
+    """The prompt and then each best token: calls of one width, which tell how much is real."""
     found = []
-    prompt = jnp.asarray(PROMPTS[:1], jnp.int32)
     for capacity in (20, 40):
-        cache = model().init_cache(3, capacity)
-        rows = generate(model(), PROMPTS, max_new_tokens=10, cache=cache).rows()
-        logits, cache = _step(model(), prompt, model().init_cache(1, capacity))
-        first = [logits[0, -1]]
-        for token in rows[0][:9]:
-            logits, cache = _step(model(), jnp.full((1, 1), token, jnp.int32), cache)
-            first.append(logits[0, 0])
-        found.append((rows, np.stack(first)))
-    (rows, logits), (wide_rows, wide_logits) = found
-    assert rows == wide_rows and logits.shape[0] == 10
+        cache, given, text, scores = model().init_cache(1, capacity), PROMPTS[1], [], []
+        for _ in range(10):
+            tokens = np.zeros((1, 5), np.int32)
+            tokens[0, : len(given)] = given
+            logits, cache = _step(model(), tokens, cache, np.array([len(given)], np.int32))
+            scores.append(logits[0, len(given) - 1])
+            given = [int(scores[-1].argmax())]
+            text += given
+        found.append((text, np.stack(scores)))
+    (text, logits), (wide_text, wide_logits) = found
+    assert text == wide_text == generate(model(), PROMPTS, max_new_tokens=10).rows()[1]
     np.testing.assert_allclose(logits, wide_logits, rtol=0, atol=1e-6)
 
 
 @jax.jit
-def _step(decoder: jaxkv.Decoder, tokens: jax.Array, cache: jaxkv.ModelCache) -> Any:
-    return decoder(tokens, cache=cache)
+def _step(decoder: jaxkv.Decoder, tokens: Any, cache: jaxkv.ModelCache, lengths: Any = None) -> Any:
+    return decoder(tokens, cache=cache, lengths=lengths)
 
 
 def test_prompts_that_do_not_fit_are_named() -> None:
