@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -419,3 +420,22 @@ def test_programs_lower_for_cuda(name: str) -> None:
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = [k for k in ("flash_forward", "flash_backward_queries") if k in text]
     assert len(kernels) == (2 if name == "triton" else 0)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("lse", [False, True])
+def test_calls_of_cudnn_lower_for_cuda(with_library: None, lse: bool) -> None:
+    """The gradient is cuDNN's too, but for one that asks for the log-sum-exp's."""
+
+    def loss(arrays: dict) -> jax.Array:
+        found = attention(**arrays, causal=True, window=100, implementation="cudnn", return_lse=lse)
+        return jnp.stack([x.astype(jnp.float32).sum() for x in jax.tree.leaves(found)]).sum()
+
+    with on_gpu():
+        traced = jax.jit(jax.value_and_grad(loss)).trace(shapes())
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert set(re.findall(r"__cudnn\$\w+", text)) == {
+        "__cudnn$fmhaSoftmax",
+        *(() if lse else ("__cudnn$fmhaSoftmaxBackward",)),
+    }
+    assert ("flash_backward_queries" in text) == lse
