@@ -32,8 +32,9 @@ USED = ("_splash_attention_forward", "_splash_attention_bwd_dkv", "_splash_atten
 NO_QUERY, NO_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
 # What the kernel takes for a score that is not seen, and an LSE that makes any weight 0.
 UNSEEN = -0.7 * float(np.finfo(np.float32).max)
-# The kernel writes each log-sum-exp into all lanes. Rows are taken together up to this many bytes.
-LSE_BYTES = 2**26
+# The kernel writes each log-sum-exp into all lanes, and takes copies that have heads first. Rows
+# and heads are taken together up to this many bytes of log-sum-exps.
+LSE_BYTES = 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +102,13 @@ class Splash:
             how = Kernels(
                 Pattern(o.rule, o.offset, T, S, self.q_block or q_block, self.kv_block or kv_block),
                 o.key.shape[2] == 1,
+                o.scale,
                 o.soft_cap,
                 _precision(o) or "default",
                 self.interpret,
             )
-            query = o.emptied_query() * jnp.asarray(o.scale, o.query.dtype)
-            out, lse = _attend(how, query, o.emptied(o.key), o.emptied(o.value), *_ids(o))
+            arrays = o.emptied_query(), o.emptied(o.key), o.emptied(o.value)
+            out, lse = _attend(how, *arrays, *_ids(o))
         return add_sink(out, lse, o.sink_logits)
 
 
@@ -129,6 +131,7 @@ class Kernels:
 
     pattern: Pattern
     one_head: bool
+    scale: float
     soft_cap: float | None
     precision: str
     interpret: bool | InterpretParams
@@ -141,7 +144,7 @@ class Kernels:
         with _plain(self.precision):
             out, (lse,) = lib._splash_attention_forward(
                 self._info(),
-                q,
+                self._scaled(q),
                 self._keys(k),
                 self._keys(v),
                 None if ids is None else lib.SegmentIds(*ids),
@@ -163,7 +166,7 @@ class Kernels:
         """Computes the gradients by q, k and v from `(lse, d_out, delta)`."""
         lib, p = _library(), self.pattern
         segments = None if ids is None else lib.SegmentIds(*ids)
-        args = (q, self._keys(k), self._keys(v), segments, None, *rest)
+        args = (self._scaled(q), self._keys(k), self._keys(v), segments, None, *rest)
         layout = lib.QKVLayout.HEAD_DIM_MINOR
         options = dict(
             bq=p.q_block,
@@ -186,7 +189,10 @@ class Kernels:
                 **options,
             )
             d_q = lib._splash_attention_bwd_dq(*args, mask_info=self._info(), **options)
-        return d_q, d_k.reshape(k.shape), d_v.reshape(v.shape)
+        return self._scaled(d_q), d_k.reshape(k.shape), d_v.reshape(v.shape)
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        return x * jnp.asarray(self.scale, x.dtype)
 
     def _keys(self, x: jax.Array) -> jax.Array:
         return x[0] if self.one_head else x
@@ -278,8 +284,51 @@ def _by_rows(fn: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
     return lax.map(lambda row: fn(*row), (query, *args), batch_size=rows)
 
 
+def _by_heads(fn: Callable[..., Any], q: jax.Array, *args: jax.Array) -> Any:
+    """Maps `fn` over some heads of a row at a time, as many as `_by_rows` takes rows.
+
+    Heads are the second axis of all that `fn` takes and gives. Query heads stay with their KV
+    head; those of a single one may part, and what they give for it is added up.
+    """
+    T, N, K = *q.shape[:2], args[0].shape[1]
+    units = N if K == 1 else K
+    most = LSE_BYTES // (4 * LANES * T * (N // units))
+    parts = units // max(n for n in range(1, units + 1) if units % n == 0 and n <= max(1, most))
+    args = (q, *args)
+    if parts == 1:
+        return fn(*args)
+
+    def part(i: Any, x: jax.Array) -> jax.Array:
+        n = x.shape[1] // parts
+        return lax.dynamic_slice_in_dim(x, i * n, n, 1) if n else x
+
+    def one(i: Any) -> list[jax.Array]:
+        return jax.tree.leaves(fn(*(part(i, x) for x in args)))
+
+    def joined(i: jax.Array, done: jax.Array, new: jax.Array) -> jax.Array:
+        if done.shape == new.shape:
+            return done + new.astype(done.dtype)
+        return lax.dynamic_update_slice_in_dim(done, new, i * new.shape[1], 1)
+
+    def body(i: jax.Array, done: list[jax.Array]) -> list[jax.Array]:
+        return [joined(i, *pair) for pair in zip(done, one(i), strict=True)]
+
+    whole, shared = jax.eval_shape(fn, *args), jax.eval_shape(lambda: one(0))
+    shapes = list(zip(jax.tree.leaves(whole), shared, strict=True))
+    types = [jnp.float32 if w.shape == x.shape else w.dtype for w, x in shapes]
+    empty = [jnp.zeros(w.shape, t) for (w, _), t in zip(shapes, types, strict=True)]
+    done = lax.fori_loop(0, parts, body, empty)
+    done = [x.astype(w.dtype) for x, (w, _) in zip(done, shapes, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(whole), done)
+
+
 def _row(how: Kernels, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> Any:
     """Computes `(out [T, N, V], lse float32[T, N])` of one row."""
+    return _by_heads(functools.partial(_heads, how, ids), q, k, v)
+
+
+def _heads(how: Kernels, ids: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    """Computes `(out [T, n, V], lse float32[T, n])` of some heads of a row."""
     p = how.pattern
     q, k, v = _heads_first(q, p.queries), _heads_first(k, p.keys), _heads_first(v, p.keys)
     out, lse = how.forward(q, k, v, _whole(how, ids))
@@ -302,6 +351,22 @@ def _row_gradients(
     d_lse: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Computes the gradients by `q [T, N, H]`, `k [S, K, H]` and `v [S, K, V]` of one row."""
+    gradients = functools.partial(_heads_gradients, how, ids)
+    return _by_heads(gradients, q, k, v, out, lse, d_out, d_lse)
+
+
+def _heads_gradients(
+    how: Kernels,
+    ids: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Computes the gradients by some heads of a row."""
     p, blind = how.pattern, jnp.isneginf(lse)
     d_out = jnp.where(blind[..., None], jnp.zeros((), d_out.dtype), d_out)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # Chip -> a topology of eight devices.
@@ -65,6 +66,7 @@ def compile_for_tpu(
     *,
     donate: int | Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
+    free_layouts: bool = False,
 ) -> Any:
     """Compiles `fn(*args)` with the TPU compiler; nothing is allocated and nothing runs.
 
@@ -78,6 +80,8 @@ def compile_for_tpu(
       mesh: Of `tpu_mesh`. It is the ambient mesh while `fn` is traced.
       donate: Positions of donated arguments.
       options: Compiler options.
+      free_layouts: Let the compiler choose how arguments and results lie in memory, as it does for
+        arrays inside of a program; else they are row-major, and copied where they are not to be.
 
     Returns:
       A `jax.stages.Compiled`.
@@ -89,8 +93,13 @@ def compile_for_tpu(
         there = isinstance(given, NamedSharding) and given.mesh == mesh
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=given if there else whole)
 
+    shapes = jax.tree.map(placed, tuple(args))
+    layouts: dict[str, Any] = {}
+    if free_layouts:
+        given = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), shapes)
+        layouts = {"in_shardings": given, "out_shardings": Format(Layout.AUTO)}
     with jax.set_mesh(mesh):
-        lowered = jax.jit(fn, donate_argnums=donate).lower(*jax.tree.map(placed, tuple(args)))
+        lowered = jax.jit(fn, donate_argnums=donate, **layouts).lower(*shapes)
         return lowered.compile(compiler_options=dict(options) if options else None)
 
 

@@ -66,20 +66,27 @@ def bar(name: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, LENGTH, N, V), jnp.bfloat16)
 
 
+def check_linear(compiled: Any, program: str, name: str, chip: str) -> None:
+    """Holds a program to what was recorded, and to 1 MiB where VMEM does not count."""
+    if chip in ("v5e", "v6e"):
+        assert compiled.memory_analysis().temp_size_in_bytes <= 2**20
+    check_temporary_bytes(compiled, program, name, chip)
+
+
 @pytest.mark.parametrize(("name", "chip"), PROGRAMS)
 def test_a_long_call_runs_splash_in_linear_memory(name: str, chip: str) -> None:
-    compiled = compile_for_tpu(forward(name), shapes(name), tpu_mesh(chip))
+    compiled = compile_for_tpu(forward(name), shapes(name), tpu_mesh(chip), free_layouts=True)
     assert "splash_m" in compiled.as_text()
-    check_temporary_bytes(compiled, "attention", name, chip)
+    check_linear(compiled, "attention", name, chip)
 
 
 @pytest.mark.parametrize(("name", "chip"), PROGRAMS)
 def test_its_gradient_is_splash_s_in_linear_memory(name: str, chip: str) -> None:
     args = [bar(name), *shapes(name)]
-    compiled = compile_for_tpu(gradient(forward(name)), args, tpu_mesh(chip))
+    compiled = compile_for_tpu(gradient(forward(name)), args, tpu_mesh(chip), free_layouts=True)
     text = compiled.as_text()
     assert all(f"_{part}_no_residuals" in text for part in ("dq", "dkv"))
-    check_temporary_bytes(compiled, "attention gradient", name, chip)
+    check_linear(compiled, "attention gradient", name, chip)
 
 
 @pytest.mark.parametrize(
