@@ -192,7 +192,7 @@ class Kernels:
         return self._scaled(d_q), d_k.reshape(k.shape), d_v.reshape(v.shape)
 
     def _scaled(self, x: jax.Array) -> jax.Array:
-        return x * jnp.asarray(self.scale, x.dtype)
+        return (x.astype(jnp.float32) * self.scale).astype(x.dtype)
 
     def _keys(self, x: jax.Array) -> jax.Array:
         return x[0] if self.one_head else x
