@@ -32,9 +32,9 @@ USED = ("_splash_attention_forward", "_splash_attention_bwd_dkv", "_splash_atten
 NO_QUERY, NO_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
 # What the kernel takes for a score that is not seen, and an LSE that makes any weight 0.
 UNSEEN = -0.7 * float(np.finfo(np.float32).max)
-# The kernel writes each log-sum-exp into all lanes, and takes copies that have heads first. Rows
-# and heads are taken together up to this many bytes of log-sum-exps.
-LSE_BYTES = 2**23
+# The kernel writes each log-sum-exp into all lanes, and takes copies that have heads first. Heads of
+# a row, and rows, are taken together up to so many bytes of log-sum-exps.
+HEADS_BYTES, ROWS_BYTES = 2**23, 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +277,7 @@ _attend.defvjp(_forward, _backward)
 def _by_rows(fn: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
     """Maps `fn` over rows, as many at once as their log-sum-exps in all lanes allow."""
     B, T, N, _ = query.shape
-    most = LSE_BYTES // (4 * LANES * T * N)
+    most = ROWS_BYTES * _parts(T, N, args[0].shape[2]) // (4 * LANES * T * N)
     rows = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, most))
     if rows == B:
         return jax.vmap(fn)(query, *args)
@@ -285,16 +285,12 @@ def _by_rows(fn: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
 
 
 def _by_heads(fn: Callable[..., Any], q: jax.Array, *args: jax.Array) -> Any:
-    """Maps `fn` over some heads of a row at a time, as many as `_by_rows` takes rows.
+    """Maps `fn` over some heads of a row at a time.
 
     Heads are the second axis of all that `fn` takes and gives. Query heads stay with their KV
     head; those of a single one may part, and what they give for it is added up.
     """
-    T, N, K = *q.shape[:2], args[0].shape[1]
-    units = N if K == 1 else K
-    most = LSE_BYTES // (4 * LANES * T * (N // units))
-    parts = units // max(n for n in range(1, units + 1) if units % n == 0 and n <= max(1, most))
-    args = (q, *args)
+    parts, args = _parts(*q.shape[:2], args[0].shape[1]), (q, *args)
     if parts == 1:
         return fn(*args)
 
@@ -320,6 +316,13 @@ def _by_heads(fn: Callable[..., Any], q: jax.Array, *args: jax.Array) -> Any:
     done = lax.fori_loop(0, parts, body, empty)
     done = [x.astype(w.dtype) for x, (w, _) in zip(done, shapes, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(whole), done)
+
+
+def _parts(T: int, N: int, K: int) -> int:
+    """Says in how many parts the N heads of a row are taken."""
+    units = N if K == 1 else K
+    most = HEADS_BYTES // (4 * LANES * T * (N // units))
+    return units // max(n for n in range(1, units + 1) if units % n == 0 and n <= max(1, most))
 
 
 def _row(how: Kernels, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> Any:

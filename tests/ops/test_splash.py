@@ -49,7 +49,7 @@ def packed(*counts: int) -> np.ndarray:
 def test_grouped_heads_behind_the_keys_with_blind_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     # No length is a multiple of a block, and 70 queries stand before the first key. One KV head
     # is taken at a time.
-    monkeypatch.setattr(splash, "LSE_BYTES", 1)
+    monkeypatch.setattr(splash, "HEADS_BYTES", 1)
     arrays = operands(B=1, T=200, S=140, N=4, K=2, H=16, V=8)
     out, lse, _ = check(arrays, causal=True, offset=-70)
     assert np.isneginf(lse[:, :70]).all() and np.isfinite(lse[:, 70:]).all()
@@ -88,7 +88,8 @@ def test_everything_is_seen(S: int) -> None:
 def test_bfloat16_and_rows_and_heads_one_by_one(
     N: int, K: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splash, "LSE_BYTES", heads * 4 * 128 * 256)
+    monkeypatch.setattr(splash, "HEADS_BYTES", heads * 4 * 128 * 256)
+    monkeypatch.setattr(splash, "ROWS_BYTES", 1)
     check(operands(B=2, T=256, S=256, N=N, K=K, H=16, V=16, dtype=jnp.bfloat16), causal=True)
 
 
