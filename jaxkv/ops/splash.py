@@ -32,8 +32,8 @@ USED = ("_splash_attention_forward", "_splash_attention_bwd_dkv", "_splash_atten
 NO_QUERY, NO_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
 # What the kernel takes for a score that is not seen, and an LSE that makes any weight 0.
 UNSEEN = -0.7 * float(np.finfo(np.float32).max)
-# The kernel writes each log-sum-exp into all lanes, and takes copies that have heads first. Heads of
-# a row, and rows, are taken together up to so many bytes of log-sum-exps.
+# The kernel writes each log-sum-exp into all lanes, and takes copies that have heads first. Heads
+# of a row, and rows, are taken together up to so many bytes of log-sum-exps.
 HEADS_BYTES, ROWS_BYTES = 2**23, 2**26
 
 
@@ -290,7 +290,7 @@ def _by_heads(fn: Callable[..., Any], q: jax.Array, *args: jax.Array) -> Any:
     Heads are the second axis of all that `fn` takes and gives. Query heads stay with their KV
     head; those of a single one may part, and what they give for it is added up.
     """
-    parts, args = _parts(*q.shape[:2], args[0].shape[1]), (q, *args)
+    parts, args = _parts(q.shape[0], q.shape[1], args[0].shape[1]), (q, *args)
     if parts == 1:
         return fn(*args)
 
