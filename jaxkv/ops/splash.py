@@ -32,9 +32,9 @@ USED = ("_splash_attention_forward", "_splash_attention_bwd_dkv", "_splash_atten
 NO_QUERY, NO_KEY = np.iinfo(np.int32).min, np.iinfo(np.int32).min + 1
 # What the kernel takes for a score that is not seen, and an LSE that makes any weight 0.
 UNSEEN = -0.7 * float(np.finfo(np.float32).max)
-# The kernel writes each log-sum-exp into all lanes, and takes copies that have heads first. Heads
-# of a row, and rows, are taken together up to so many bytes of log-sum-exps.
-HEADS_BYTES, ROWS_BYTES = 2**23, 2**26
+# The kernel writes each log-sum-exp into all lanes, and takes copies that have heads first. Rows
+# are taken together up to so many bytes of log-sum-exps, and heads of a row that is taken alone.
+ROWS_BYTES, HEADS_BYTES = 2**26, 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,22 +275,25 @@ _attend.defvjp(_forward, _backward)
 
 
 def _by_rows(fn: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
-    """Maps `fn` over rows, as many at once as their log-sum-exps in all lanes allow."""
+    """Maps `fn(parts, *row)` over rows, as many at once as their log-sum-exps in all lanes allow.
+
+    It says in how many parts `fn` is to take a row's heads.
+    """
     B, T, N, _ = query.shape
-    most = ROWS_BYTES * _parts(T, N, args[0].shape[2]) // (4 * LANES * T * N)
+    most = ROWS_BYTES // (4 * LANES * T * N)
     rows = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, most))
+    fn = functools.partial(fn, 1 if rows > 1 else _parts(T, N, args[0].shape[2]))
     if rows == B:
         return jax.vmap(fn)(query, *args)
     return lax.map(lambda row: fn(*row), (query, *args), batch_size=rows)
 
 
-def _by_heads(fn: Callable[..., Any], q: jax.Array, *args: jax.Array) -> Any:
-    """Maps `fn` over some heads of a row at a time.
+def _by_heads(fn: Callable[..., Any], parts: int, *args: jax.Array) -> Any:
+    """Maps `fn` over a part of a row's heads at a time.
 
     Heads are the second axis of all that `fn` takes and gives. Query heads stay with their KV
     head; those of a single one may part, and what they give for it is added up.
     """
-    parts, args = _parts(q.shape[0], q.shape[1], args[0].shape[1]), (q, *args)
     if parts == 1:
         return fn(*args)
 
@@ -325,9 +328,9 @@ def _parts(T: int, N: int, K: int) -> int:
     return units // max(n for n in range(1, units + 1) if units % n == 0 and n <= max(1, most))
 
 
-def _row(how: Kernels, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> Any:
+def _row(how: Kernels, parts: int, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> Any:
     """Computes `(out [T, N, V], lse float32[T, N])` of one row."""
-    return _by_heads(functools.partial(_heads, how, ids), q, k, v)
+    return _by_heads(functools.partial(_heads, how, ids), parts, q, k, v)
 
 
 def _heads(how: Kernels, ids: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -344,6 +347,7 @@ def _heads(how: Kernels, ids: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> 
 
 def _row_gradients(
     how: Kernels,
+    parts: int,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -355,7 +359,7 @@ def _row_gradients(
 ) -> tuple[jax.Array, ...]:
     """Computes the gradients by `q [T, N, H]`, `k [S, K, H]` and `v [S, K, V]` of one row."""
     gradients = functools.partial(_heads_gradients, how, ids)
-    return _by_heads(gradients, q, k, v, out, lse, d_out, d_lse)
+    return _by_heads(gradients, parts, q, k, v, out, lse, d_out, d_lse)
 
 
 def _heads_gradients(
