@@ -85,7 +85,7 @@ def tests_run() -> Iterator[int]:
     return itertools.count(1)
 
 
-IN_FULL = pytest.StashKey[dict[str, list[str]]]()
+IN_FULL = pytest.StashKey[list[tuple[str, list[str]]]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -95,20 +95,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What `tests/in_full.txt` lists is marked `full`.
     """
     lines = (Path(__file__).parent / "tests" / "in_full.txt").read_text().splitlines()
-    found: dict[str, list[str]] = {line: [] for line in lines if not line.startswith("#")}
-    listed = tuple(found)
+    found: list[tuple[str, list[str]]] = [(x, []) for x in lines if not x.startswith("#")]
+    listed = tuple(line for line, _ in found)
     for item in items:
         if item.nodeid.startswith(listed):
             item.add_marker("full")
-            for line in listed:
+            for line, tests in found:
                 if item.nodeid.startswith(line):
-                    found[line].append(item.nodeid)
+                    tests.append(item.nodeid)
     config.stash[IN_FULL] = found
     items.sort(key=lambda item: item.get_closest_marker("notebook") is None)
 
 
 @pytest.fixture(scope="session")
-def in_full(pytestconfig: pytest.Config) -> dict[str, list[str]]:
+def in_full(pytestconfig: pytest.Config) -> list[tuple[str, list[str]]]:
     """Lists the tests that were found for each line of `tests/in_full.txt`."""
     return pytestconfig.stash[IN_FULL]
 

@@ -251,7 +251,7 @@ def _attend(
     how: Kernels, query: jax.Array, key: jax.Array, value: jax.Array, q_ids: Any, k_ids: Any
 ) -> tuple[jax.Array, jax.Array]:
     ids = None if q_ids is None else (q_ids, k_ids)
-    return _by_rows(functools.partial(_row, how), query, key, value, ids)
+    return _by_rows(functools.partial(_heads, how), ids, query, key, value)
 
 
 def _forward(how: Kernels, *args: Any) -> tuple[tuple[jax.Array, jax.Array], tuple]:
@@ -262,30 +262,35 @@ def _forward(how: Kernels, *args: Any) -> tuple[tuple[jax.Array, jax.Array], tup
 def _backward(how: Kernels, saved: tuple, grads: tuple) -> tuple:
     (query, key, value, q_ids, k_ids), *outs = saved
     ids = None if q_ids is None else (q_ids, k_ids)
-    return *_gradients(how, query, key, value, ids, *outs, *grads), None, None
+    return *_gradients(how, ids, query, key, value, *outs, *grads), None, None
 
 
 @functools.partial(first_order, "splash")
 def _gradients(how: Kernels, *args: Any) -> tuple[jax.Array, ...]:
     """Computes the gradients by query, key and value of all rows, from what a row's need."""
-    return _by_rows(functools.partial(_row_gradients, how), *args)
+    return _by_rows(functools.partial(_heads_gradients, how), *args)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _by_rows(fn: Callable[..., Any], query: jax.Array, *args: Any) -> Any:
-    """Maps `fn(parts, *row)` over rows, as many at once as their log-sum-exps in all lanes allow.
+def _by_rows(fn: Callable[..., Any], ids: Any, *args: jax.Array) -> Any:
+    """Maps `fn(ids, *row)` over rows, as many at once as their log-sum-exps in all lanes allow.
 
-    It says in how many parts `fn` is to take a row's heads.
+    Of a row that is taken alone it takes some heads at a time.
     """
-    B, T, N, _ = query.shape
+    B, T, N, _ = args[0].shape
     most = ROWS_BYTES // (4 * LANES * T * N)
     rows = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, most))
-    fn = functools.partial(fn, 1 if rows > 1 else _parts(T, N, args[0].shape[2]))
+    parts = 1 if rows > 1 else _parts(T, N, args[1].shape[2])
+
+    def row(given: tuple[Any, tuple[jax.Array, ...]]) -> Any:
+        ids, args = given
+        return _by_heads(functools.partial(fn, ids), parts, *args)
+
     if rows == B:
-        return jax.vmap(fn)(query, *args)
-    return lax.map(lambda row: fn(*row), (query, *args), batch_size=rows)
+        return jax.vmap(row)((ids, args))
+    return lax.map(row, (ids, args), batch_size=rows)
 
 
 def _by_heads(fn: Callable[..., Any], parts: int, *args: jax.Array) -> Any:
@@ -328,11 +333,6 @@ def _parts(T: int, N: int, K: int) -> int:
     return units // max(n for n in range(1, units + 1) if units % n == 0 and n <= max(1, most))
 
 
-def _row(how: Kernels, parts: int, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> Any:
-    """Computes `(out [T, N, V], lse float32[T, N])` of one row."""
-    return _by_heads(functools.partial(_heads, how, ids), parts, q, k, v)
-
-
 def _heads(how: Kernels, ids: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     """Computes `(out [T, n, V], lse float32[T, n])` of some heads of a row."""
     p = how.pattern
@@ -343,23 +343,6 @@ def _heads(how: Kernels, ids: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> 
     out = jnp.where(blind[..., None], jnp.zeros((), out.dtype), out)
     lse = jnp.where(blind, -jnp.inf, lse)
     return jnp.swapaxes(out, 0, 1)[: p.T], jnp.swapaxes(lse, 0, 1)[: p.T]
-
-
-def _row_gradients(
-    how: Kernels,
-    parts: int,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ids: Any,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    d_lse: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """Computes the gradients by `q [T, N, H]`, `k [S, K, H]` and `v [S, K, V]` of one row."""
-    gradients = functools.partial(_heads_gradients, how, ids)
-    return _by_heads(gradients, parts, q, k, v, out, lse, d_out, d_lse)
 
 
 def _heads_gradients(
@@ -373,7 +356,7 @@ def _heads_gradients(
     d_out: jax.Array,
     d_lse: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Computes the gradients by some heads of a row."""
+    """Computes the gradients by `q [T, n, H]`, `k [S, k, H]` and `v [S, k, V]` of some heads."""
     p, blind = how.pattern, jnp.isneginf(lse)
     d_out = jnp.where(blind[..., None], jnp.zeros((), d_out.dtype), d_out)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - d_lse
