@@ -139,12 +139,12 @@ class Kernels:
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes `(out [N, T, V], lse float32[N, T])` of whole blocks."""
+        """Computes `(out [N, T, V], lse float32[N, T])` of whole blocks, from scaled queries."""
         lib, p = _library(), self.pattern
         with _plain(self.precision):
             out, (lse,) = lib._splash_attention_forward(
                 self._info(),
-                self._scaled(q),
+                q,
                 self._keys(k),
                 self._keys(v),
                 None if ids is None else lib.SegmentIds(*ids),
@@ -163,10 +163,10 @@ class Kernels:
     def backward(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, rest: tuple
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes the gradients by q, k and v from `(lse, d_out, delta)`."""
+        """Computes the gradients by scaled q, k and v from `(lse, d_out, delta)`."""
         lib, p = _library(), self.pattern
         segments = None if ids is None else lib.SegmentIds(*ids)
-        args = (self._scaled(q), self._keys(k), self._keys(v), segments, None, *rest)
+        args = (q, self._keys(k), self._keys(v), segments, None, *rest)
         layout = lib.QKVLayout.HEAD_DIM_MINOR
         options = dict(
             bq=p.q_block,
@@ -189,9 +189,10 @@ class Kernels:
                 **options,
             )
             d_q = lib._splash_attention_bwd_dq(*args, mask_info=self._info(), **options)
-        return self._scaled(d_q), d_k.reshape(k.shape), d_v.reshape(v.shape)
+        return d_q, d_k.reshape(k.shape), d_v.reshape(v.shape)
 
-    def _scaled(self, x: jax.Array) -> jax.Array:
+    def scaled(self, x: jax.Array) -> jax.Array:
+        """Multiplies by the scale, rounding once."""
         return (x.astype(jnp.float32) * self.scale).astype(x.dtype)
 
     def _keys(self, x: jax.Array) -> jax.Array:
@@ -251,7 +252,11 @@ def _attend(
     how: Kernels, query: jax.Array, key: jax.Array, value: jax.Array, q_ids: Any, k_ids: Any
 ) -> tuple[jax.Array, jax.Array]:
     ids = None if q_ids is None else (q_ids, k_ids)
-    return _by_rows(functools.partial(_heads, how), ids, query, key, value)
+
+    def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, *rest: fn(how.scaled(q), *rest)
+
+    return _by_rows(functools.partial(_heads, how), scaled, ids, query, key, value)
 
 
 def _forward(how: Kernels, *args: Any) -> tuple[tuple[jax.Array, jax.Array], tuple]:
@@ -268,29 +273,48 @@ def _backward(how: Kernels, saved: tuple, grads: tuple) -> tuple:
 @functools.partial(first_order, "splash")
 def _gradients(how: Kernels, *args: Any) -> tuple[jax.Array, ...]:
     """Computes the gradients by query, key and value of all rows, from what a row's need."""
-    return _by_rows(functools.partial(_heads_gradients, how), *args)
+
+    def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(q: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+            d_q, *others = fn(how.scaled(q), *rest)
+            return how.scaled(d_q), *others
+
+        return call
+
+    return _by_rows(functools.partial(_heads_gradients, how), scaled, *args)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _by_rows(fn: Callable[..., Any], ids: Any, *args: jax.Array) -> Any:
+def _by_rows(fn: Callable[..., Any], scaled: Callable[..., Any], ids: Any, *args: jax.Array) -> Any:
     """Maps `fn(ids, *row)` over rows, as many at once as their log-sum-exps in all lanes allow.
 
     Of a row that is taken alone it takes some heads at a time.
+
+    Args:
+      fn: Takes and differentiates by scaled queries.
+      scaled: Makes a function that does so one of the queries as they are.
+      ids: Segments of queries and keys, or `None`.
+      *args: Queries, keys and what else belongs to each row.
     """
     B, T, N, _ = args[0].shape
     most = ROWS_BYTES // (4 * LANES * T * N)
     rows = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(1, most))
     parts = 1 if rows > 1 else _parts(T, N, args[1].shape[2])
 
-    def row(given: tuple[Any, tuple[jax.Array, ...]]) -> Any:
-        ids, args = given
-        return _by_heads(functools.partial(fn, ids), parts, *args)
+    def row(given: tuple[Any, ...]) -> Any:
+        ids, *args = given
+        each = functools.partial(fn, ids)
+        return each(*args) if parts == 1 else _by_heads(scaled(each), parts, *args)
 
-    if rows == B:
-        return jax.vmap(row)((ids, args))
-    return lax.map(row, (ids, args), batch_size=rows)
+    def every(*args: jax.Array) -> Any:
+        if rows == B:
+            return jax.vmap(row)((ids, *args))
+        return lax.map(row, (ids, *args), batch_size=rows)
+
+    # Scaled within the map, queries of rows that go together cost XLA for TPU more copies of all.
+    return scaled(every)(*args) if parts == 1 else every(*args)
 
 
 def _by_heads(fn: Callable[..., Any], parts: int, *args: jax.Array) -> Any:
@@ -299,8 +323,6 @@ def _by_heads(fn: Callable[..., Any], parts: int, *args: jax.Array) -> Any:
     Heads are the second axis of all that `fn` takes and gives. Query heads stay with their KV
     head; those of a single one may part, and what they give for it is added up.
     """
-    if parts == 1:
-        return fn(*args)
 
     def part(i: Any, x: jax.Array) -> jax.Array:
         n = x.shape[1] // parts

@@ -190,7 +190,14 @@ def test_train_then_generate_goes_on_with_the_text(
     assert run([*arguments, "--temperature", "0"]) == 0
     first = capsys.readouterr().out
     assert first.startswith("the cat") and len(first) == len("the cat") + 12 + 1
-    # Drafts change nothing, and beams print as much once they are done.
+
+
+def test_drafts_change_nothing_and_beams_print_as_much(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(trained), "--prompt", "the cat", "--tokens", "12"]
+    assert run([*arguments, "--temperature", "0"]) == 0
+    first = capsys.readouterr().out
     assert run([*arguments, "--temperature", "0", "--prompt-lookup", "3"]) == 0
     assert capsys.readouterr().out == first
     assert run([*arguments, "--beams", "2"]) == 0
