@@ -13,7 +13,6 @@ from jaxkv.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from jaxkv.cache import Layout, Paged, Ring
 from jaxkv.core.numerics import Numerics
 from jaxkv.core.rotary import Rotary
-from jaxkv.ops.blockwise import Blockwise
 from jaxkv.testing.suite import call, feed
 from jaxkv.testing.tolerances import assert_close, assert_trees_equal
 from tests.ops.suite import IMPLEMENTATIONS
@@ -56,19 +55,25 @@ def test_win_10_a_one_token_step_keeps_the_window(variant: type) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant",
-    [pytest.param(GroupedQueryAttention, marks=pytest.mark.full), MultiHeadLatentAttention],
+    ("variant", "names"),
+    [
+        (GroupedQueryAttention, ["einsum", "blockwise"]),
+        pytest.param(GroupedQueryAttention, list(IMPLEMENTATIONS), marks=pytest.mark.full),
+        pytest.param(MultiHeadLatentAttention, list(IMPLEMENTATIONS), marks=pytest.mark.full),
+    ],
+    ids=["grouped query, two", "grouped query, all", "latent, all"],
 )
-def test_chk_07_every_implementation_agrees_with_and_without_a_cache(variant: type) -> None:
+def test_chk_07_every_implementation_agrees_with_and_without_a_cache(
+    variant: type, names: list[str]
+) -> None:
     found = {}
-    # Eleven tokens are one tile by default.
-    for name, chosen in {**IMPLEMENTATIONS, "small tiles": Blockwise(rows=4, slots=4)}.items():
-        numerics = Numerics(implementation=chosen)
+    for name in names:
+        numerics = Numerics(implementation=IMPLEMENTATIONS[name])
         attn = variant(16, 4, rotary=Rotary(50.0), numerics=numerics, rngs=nnx.Rngs(0))
         found[name, "no cache"], _ = call(attn, X)
         found[name, "prefill"], _ = feed(attn, X, attn.init_cache(2, 12), [11])
         found[name, "steps"], _ = feed(attn, X, attn.init_cache(2, 12), [1] * 11)
-    assert len(found) == 3 * (len(IMPLEMENTATIONS) + 1) >= 9
+    assert len(found) == 3 * len(names) >= 6
     for (one, got), (two, want) in itertools.combinations(found.items(), 2):
         assert_close(got, want, what=f"{one} and {two}")
 

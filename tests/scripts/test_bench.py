@@ -80,18 +80,25 @@ def close(ours: Any, theirs: Any) -> None:
     np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-5)
 
 
-def test_the_rivals_compute_the_same() -> None:
+def test_a_step_of_the_rivals_computes_the_same() -> None:
     lengths = [40, QUICK.slots]
     theirs = steps.jax_step(QUICK, lengths, jnp.float32)()
     for layout in (None, Paged(16)):
         close(steps.our_step(QUICK, lengths, jnp.float32, layout=layout)(), theirs)
+
+
+@pytest.mark.full
+def test_latents_and_loops_of_the_rivals_compute_the_same() -> None:
     ours, naive = latent.absorbed(QUICK, jnp.float32), latent.naive(QUICK, jnp.float32)
     for _ in range(2):  # the step takes back what it wrote
         close(ours(), naive())
-    for kind in flash.BOUNDS:
-        same = functools.partial(flash.step, QUICK, 32, "float32", kind)
-        for rival in (flash.of_jax, flash.of_flax):
-            jax.tree.map(close, same(flash.ours(causal=True))(), same(rival)())
     ours, plain = model.our_loop(QUICK, "float32"), model.plain_loop(QUICK, "float32")
     for _ in range(2):
         assert ours().tolist() == plain().tolist()
+
+
+@pytest.mark.parametrize("kind", flash.BOUNDS)
+def test_attention_of_the_rivals_computes_the_same(kind: str) -> None:
+    same = functools.partial(flash.step, QUICK, 32, "float32", kind)
+    for rival in (flash.of_jax, flash.of_flax):
+        jax.tree.map(close, same(flash.ours(causal=True))(), same(rival)())
