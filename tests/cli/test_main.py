@@ -5,7 +5,9 @@ import dataclasses
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -84,43 +86,58 @@ def test_compare_prints_measures_and_writes(
     assert "other caches" not in printed
 
 
+def compared(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Compares one variant's caches after a few steps; gives what was found of each."""
+    arguments = ["compare", "--quick", "--steps", "4", "--variants", "gqa"]
+    assert run([*arguments, "--cache", ",".join(names), "--output", str(folder)]) == 0
+    (gqa,) = json.loads((folder / "compare.json").read_text())["variants"]
+    caches = {found["cache"]: found for found in gqa["caches"]}
+    assert list(caches) == ["default", *names]
+    # Four steps leave a model near knowing nothing, which is log 256 = 5.5.
+    assert all(3 < found["loss"] < 6 for found in caches.values())
+    assert all(set(found["rates"]) == {"1", "8"} for found in caches.values())
+    assert min(rate for found in caches.values() for rate in found["rates"].values()) > 0
+    return caches
+
+
 @pytest.mark.usefixtures("few_live_tokens")
 def test_compare_sets_caches_beside_the_default_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["ring:64", "snapkv:64", "paged:16+int8"]
-    arguments = ["compare", "--quick", "--steps", "4", "--variants", "gqa"]
-    assert run([*arguments, "--cache", ",".join(names), "--output", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    words = ("other caches", "256 tokens given", "rows were 64 tokens", "caches.png", *names)
-    words += ("snapkv:64: given the first 128 tokens in one call",)
-    assert all(word in " ".join(printed.split()) for word in words)
-    (gqa,) = json.loads((tmp_path / "compare.json").read_text())["variants"]
-    caches = {found["cache"]: found for found in gqa["caches"]}
-    assert list(caches) == ["default", *names]
+    caches = compared(["ring:64", "paged:16+int8"], tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    words = ("other caches", "256 tokens given", "rows were 64 tokens", "caches.png", *caches)
+    assert all(word in printed for word in words)
     # 2 layers x 2 KV heads = 4 records of a token, each of 8 + 8 channels; 256 tokens. A float32
     # channel is 4 bytes, an int8 one a byte, and each of key and value has a 4-byte scale.
     assert {name: found["bytes_per_token"] for name, found in caches.items()} == {
         "default": 4 * 16 * 4,
         "ring:64": 4 * 16 * 4 * 64 / 256,
-        "snapkv:64": 4 * 16 * 4 * (64 + 128) / 256,  # it compresses the prompt of 128 to 64
         "paged:16+int8": 4 * (16 + 8),
     }
-    ratios = [found["ratio"] for found in caches.values()]
-    assert ratios == [1, 1 / 4, 3 / 4, 3 / 8]
-    assert [found["prompt"] for found in caches.values()] == [0, 0, 128, 0]
+    assert [found["ratio"] for found in caches.values()] == [1, 1 / 4, 3 / 8]
+    assert [found["prompt"] for found in caches.values()] == [0, 0, 0]
     # A codec rounds what it holds, and a ring forgets it.
-    default = caches["default"]["loss"]
     coded = caches["paged:16+int8"]
     assert 1e-5 < coded["gap"] < 0.1 and coded["gap"] < caches["ring:64"]["gap"]
-    assert coded["loss"] == pytest.approx(default, abs=1e-2)
-    # So does SnapKV, of which the ring shows the most that forgetting can do here.
-    assert 1e-5 < caches["snapkv:64"]["gap"] < 2 * caches["ring:64"]["gap"]
-    # Four steps leave a model near knowing nothing, which is log 256 = 5.5.
-    assert all(3 < found["loss"] < 6 for found in caches.values())
-    assert all(set(found["rates"]) == {"1", "8"} for found in caches.values())
-    assert min(rate for found in caches.values() for rate in found["rates"].values()) > 0
+    assert coded["loss"] == pytest.approx(caches["default"]["loss"], abs=1e-2)
     assert (tmp_path / "caches.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("few_live_tokens")
+def test_compare_gives_snapkv_half_the_text_as_a_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caches = compared(["ring:64", "snapkv:64"], tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "snapkv:64: given the first 128 tokens in one call" in printed
+    # It compresses the prompt of 128 to 64, and keeps the 128 that follow.
+    assert caches["snapkv:64"]["bytes_per_token"] == 4 * 16 * 4 * (64 + 128) / 256
+    assert [found["ratio"] for found in caches.values()] == [1, 1 / 4, 3 / 4]
+    assert [found["prompt"] for found in caches.values()] == [0, 0, 128]
+    # The ring shows the most that forgetting can do here.
+    assert 1e-5 < caches["snapkv:64"]["gap"] < 2 * caches["ring:64"]["gap"]
 
 
 def test_names_of_caches_give_layout_and_codec() -> None:
@@ -290,28 +307,43 @@ def test_a_text_that_is_too_short_says_how_long_it_must_be(
     assert "want about 10,240" in error
 
 
-def test_evaluate_shows_what_each_cache_costs(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def evaluated(trained: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], Any]:
+    """Gives what `jaxkv evaluate` finds of the default cache and of those named."""
     text = str(trained.parent / "text.txt")
     arguments = ["evaluate", str(trained), "--text", text, "--context", "96", "--json"]
-    assert run([*arguments, "--cache", "ring:8,paged:16,int4,snapkv:24"]) == 0
-    found = json.loads(capsys.readouterr().out)["caches"]
-    assert list(found) == ["default", "ring:8", "paged:16", "int4", "snapkv:24"]
-    # 144 bytes of the text are its validation part: one whole piece.
-    assert {row["tokens"] for row in found.values()} == {96}
+
+    def call(names: str) -> Any:
+        assert run([*arguments, "--cache", names]) == 0
+        found = json.loads(capsys.readouterr().out)["caches"]
+        assert list(found) == ["default", *names.split(",")]
+        # 144 bytes of the text are its validation part: one whole piece.
+        assert {row["tokens"] for row in found.values()} == {96}
+        assert run([*arguments, "--context", "9999"]) == 1
+        assert "--context 9999: want at least 10000" in capsys.readouterr().err
+        return found
+
+    return call
+
+
+def test_evaluate_shows_what_each_cache_costs(evaluated: Callable[[str], Any]) -> None:
+    found = evaluated("ring:8,int4")
     loss = {name: row["loss"] for name, row in found.items()}
-    assert abs(loss["paged:16"] - loss["default"]) < 1e-5
     assert abs(loss["ring:8"] - loss["default"]) > 1e-5
     assert 1e-6 < abs(loss["int4"] - loss["default"]) < 0.5
     # 2 layers x (32 + 4) channels x 4 bytes; 2 x (18 bytes of codes and two scales of 4).
     assert found["default"]["bytes_per_token"] == 288 and found["int4"]["bytes_per_token"] == 52
     assert found["ring:8"]["bytes_per_token"] == 288 * 8 / 96
+
+
+@pytest.mark.full
+def test_evaluate_takes_pages_and_caches_that_evict(evaluated: Callable[[str], Any]) -> None:
+    found = evaluated("paged:16,snapkv:24")
+    loss = {name: row["loss"] for name, row in found.items()}
+    assert abs(loss["paged:16"] - loss["default"]) < 1e-5
     # The second chunk of 48 bytes reads what is kept of the first.
     assert 1e-5 < abs(loss["snapkv:24"] - loss["default"]) < 1
     assert found["snapkv:24"]["bytes_per_token"] == 288 * 24 / 96
-    assert run([*arguments, "--context", "9999"]) == 1
-    assert "--context 9999: want at least 10000" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_with_its_own_text_and_no_fewer_steps(
