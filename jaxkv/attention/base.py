@@ -223,12 +223,12 @@ class Attention(nnx.Module):
         tokens, options = call.tokens, self.shared_options(call)
         if tokens.segments is None:
             return options
-        return options | dict(
-            query_order=tokens.order,
-            key_order=tokens.order,
-            query_segments=tokens.segments,
-            key_segments=tokens.segments,
-        )
+        options |= dict(query_segments=tokens.segments, key_segments=tokens.segments)
+        distances = self.rule.window is not None or options["alibi_slopes"] is not None
+        if distances and not tokens.gapless:
+            return options | dict(query_order=tokens.order, key_order=tokens.order)
+        # What comes first is told by places too, which kernels want to know at trace time.
+        return options
 
     def shared_options(self, call: Call) -> dict[str, Any]:
         """Gathers the options of `ops.attention` that do not depend on where tokens stand."""

@@ -27,11 +27,13 @@ class Tokens:
       order: int32 `[B|1, T]`, for visibility: the token's number in its row (or document).
       positions: int32 `[B|1, T]`, for rotary and learned embeddings.
       segments: int32 `[B, T]`, 0 is padding; `None` if all tokens are real and of one document.
+      gapless: Whether no padding can stand between tokens, so that their places tell distances.
     """
 
     order: jax.Array
     positions: jax.Array
     segments: jax.Array | None
+    gapless: bool
 
 
 def uncached_tokens(
@@ -47,8 +49,10 @@ def uncached_tokens(
     if lengths is not None:
         real = segments_from_lengths(lengths, length)
         segments = real if segments is None else jnp.where(real != 0, segments, 0)
-    order = orders(length) if segments is None else segment_positions(segments)
-    return Tokens(order, order if positions is None else positions.astype(jnp.int32), segments)
+    gapless = segment_ids is None  # padding by lengths is behind all tokens
+    order = orders(length) if gapless or segments is None else segment_positions(segments)
+    positions = order if positions is None else positions.astype(jnp.int32)
+    return Tokens(order, positions, segments, gapless)
 
 
 def cached_tokens(plan: Plan, length: int, positions: jax.Array | None) -> Tokens:
@@ -59,7 +63,7 @@ def cached_tokens(plan: Plan, length: int, positions: jax.Array | None) -> Token
     if positions is not None and plan.order is not None:
         shape = (order.shape[0], length)
         positions = take_tokens(jnp.broadcast_to(positions, shape), plan.order)
-    return Tokens(order, order if positions is None else positions, real)
+    return Tokens(order, order if positions is None else positions, real, gapless=True)
 
 
 def emptied(x: jax.Array, tokens: Tokens) -> jax.Array:
