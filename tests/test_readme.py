@@ -4,6 +4,7 @@
 import contextlib
 import io
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def test_the_other_class_names_cost_what_the_readme_says(variant: type, figure: 
     assert figure in README
     attn = variant(512, num_heads=8, rotary=jaxkv.Rotary(), rngs=nnx.Rngs(0))
     assert f"{attn.init_cache(batch=2, capacity=64).bytes_per_token:,}" == figure
+
+
+def test_examples_for_contributors_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert blocks
+    for code in blocks:
+        exec(compile(textwrap.dedent(code), "CONTRIBUTING.md", "exec"), {})
 
 
 def test_links_lead_somewhere() -> None:

@@ -156,7 +156,7 @@ LIKE_GROUPED_QUERY = (
     "test_a_mesh_changes_nothing[2x4-explicit",
     "test_a_mesh_changes_nothing[1x8-auto",
 )
-# Every shape of mesh and both kinds are left.
+# Every shape of mesh and both kinds are left, but for cases that tests/in_full.txt names.
 SOME_MESHES = (
     "test_a_mesh_changes_nothing[8x1-auto",
     "test_a_mesh_changes_nothing[2x4-auto",

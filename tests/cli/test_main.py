@@ -93,6 +93,7 @@ def compared(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     (gqa,) = json.loads((folder / "compare.json").read_text())["variants"]
     caches = {found["cache"]: found for found in gqa["caches"]}
     assert list(caches) == ["default", *names]
+    assert [step for step, _ in gqa["curve"]] == [1, 2, 3, 4] and gqa["gap"] < 1e-4
     # Four steps leave a model near knowing nothing, which is log 256 = 5.5.
     assert all(3 < found["loss"] < 6 for found in caches.values())
     assert all(set(found["rates"]) == {"1", "8"} for found in caches.values())
@@ -107,6 +108,8 @@ def test_compare_sets_caches_beside_the_default_one(
     caches = compared(["ring:64", "paged:16+int8"], tmp_path)
     printed = " ".join(capsys.readouterr().out.split())
     words = ("other caches", "256 tokens given", "rows were 64 tokens", "caches.png", *caches)
+    # With the one variant, what every comparison shows.
+    words += ("GQA", "One seed cannot rank", "300.0 KiB", "68.6 KiB", "deepseek-v3")
     assert all(word in printed for word in words)
     # 2 layers x 2 KV heads = 4 records of a token, each of 8 + 8 channels; 256 tokens. A float32
     # channel is 4 bytes, an int8 one a byte, and each of key and value has a 4-byte scale.
@@ -121,7 +124,8 @@ def test_compare_sets_caches_beside_the_default_one(
     coded = caches["paged:16+int8"]
     assert 1e-5 < coded["gap"] < 0.1 and coded["gap"] < caches["ring:64"]["gap"]
     assert coded["loss"] == pytest.approx(caches["default"]["loss"], abs=1e-2)
-    assert (tmp_path / "caches.png").read_bytes()[:4] == b"\x89PNG"
+    for picture in ("caches.png", "loss.png", "cache.png", "real_models.png"):
+        assert (tmp_path / picture).read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.full

@@ -208,7 +208,13 @@ def test_prompts_that_do_not_fit_are_named() -> None:
 def test_learned_positions_are_used_to_the_last() -> None:
     factory = functools.partial(jaxkv.GroupedQueryAttention, num_heads=2)
     learned = jaxkv.Decoder(VOCAB, 16, 1, factory, max_positions=20, rngs=nnx.Rngs(0))
-    assert generate(learned, [[1] * 5], max_new_tokens=15).why() == ["length"]
+    made = generate(learned, [[1] * 5], max_new_tokens=15)
+    assert made.why() == ["length"]
+    # Each token is the best one by a call without a cache, whose positions are its own.
+    text = [1] * 5 + made.rows()[0]
+    logits = np.asarray(_forward(learned, jnp.asarray([text])))[0]
+    for place, token in enumerate(text[5:], 4):
+        assert logits[place, token] >= logits[place].max() - 1e-5
     cache = learned.init_cache(1, 20)
     assert generate(learned, [[1] * 17], max_new_tokens=3, cache=cache).why() == ["length"]
     with pytest.raises(ValueError, match="capacity 21 is more than the 20 learned positions"):

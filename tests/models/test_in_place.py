@@ -45,7 +45,7 @@ def step(model: Decoder, cache: Any, tokens: jax.Array) -> Any:
 
 
 # Multi-head and multi-query attention are grouped-query attention with other numbers of KV heads:
-# by default each of them meets each batch and each dtype once.
+# by default each meets some of both batches and dtypes.
 EVERY = [
     pytest.param(
         *(variant, batch, dtype),
