@@ -359,6 +359,15 @@ def test_tiles_with_nothing_to_see_are_left_out(options):
         assert live.tiles[at][: live.count[at]].tolist() == want
 
 
+def test_tiles_with_nothing_to_see_are_not_touched():
+    arrays = operands(T=16, S=16)
+    arrays["value"] = arrays["value"].copy()
+    arrays["value"][:, :4] = np.nan  # a weight of 0 would give NaN too
+    out, _ = outputs(Blockwise(4, 4), arrays, causal=True, window=3)
+    assert np.isnan(out[:, :6]).all()
+    assert np.isfinite(out[:, 8:]).all()
+
+
 def test_nan_in_tiles_behind_the_length_reaches_nothing():
     arrays = operands(T=6, S=20)
     lengths = {"key_lengths": np.array([3, 11])}
