@@ -45,14 +45,14 @@ def uncached_tokens(
 ) -> Tokens:
     """Places the tokens of a call without a cache."""
     check_token_arguments(batch, length, positions, segment_ids, lengths)
-    segments = segment_ids
-    if lengths is not None:
-        real = segments_from_lengths(lengths, length)
-        segments = real if segments is None else jnp.where(real != 0, segments, 0)
-    gapless = segment_ids is None  # padding by lengths is behind all tokens
-    order = orders(length) if gapless or segments is None else segment_positions(segments)
+    real = None if lengths is None else segments_from_lengths(lengths, length)
+    if segment_ids is None:
+        segments, order = real, orders(length)  # padding by lengths is behind all tokens
+    else:
+        segments = segment_ids if real is None else jnp.where(real != 0, segment_ids, 0)
+        order = segment_positions(segments)
     positions = order if positions is None else positions.astype(jnp.int32)
-    return Tokens(order, positions, segments, gapless)
+    return Tokens(order, positions, segments, gapless=segment_ids is None)
 
 
 def cached_tokens(plan: Plan, length: int, positions: jax.Array | None) -> Tokens:

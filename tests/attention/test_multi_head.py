@@ -75,7 +75,8 @@ def test_equals_the_formula_in_float64(name: str) -> None:
         assert_close(feed(attn, X, attn.init_cache(2, 7), [3, 3])[0], want)
 
 
-def test_mla_08_key_and_value_widths_differ_on_every_path() -> None:
+@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_mla_08_key_and_value_widths_differ_on_every_path(cached: bool) -> None:
     attn = MultiHeadAttention(
         16, 4, head_dim=6, value_dim=4, out_features=5, rotary=Rotary(50.0), rngs=nnx.Rngs(0)
     )
@@ -83,7 +84,8 @@ def test_mla_08_key_and_value_widths_differ_on_every_path() -> None:
     want = head_attention(parameters(attn), X, 50.0)
     # The same paths with these widths through every codec: tests/cache/test_random_verbs.py.
     paths: list[tuple[Numerics, tuple[Any, ...]]] = [(Numerics(), (None, Paged(4), Ring(7)))]
-    paths += [(Numerics(implementation=i), ()) for i in IMPLEMENTATIONS.values()]
+    each = (Paged(4),) if cached else ()
+    paths += [(Numerics(implementation=i), each) for i in IMPLEMENTATIONS.values()]
     for numerics, layouts in paths:
         other = MultiHeadAttention(
             *(16, 4),

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxkv.attention import GroupedQueryAttention, MultiHeadLatentAttention, ScoreOptions
 from jaxkv.core.rotary import Rotary
 from jaxkv.testing.suite import call
 from jaxkv.testing.tolerances import assert_close
+from tests.support.platforms import TPU
 
-TPU = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
 LENGTH = 1024
 
 

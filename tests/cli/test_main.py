@@ -312,19 +312,22 @@ def test_a_text_that_is_too_short_says_how_long_it_must_be(
 
 
 @pytest.fixture
-def evaluated(trained: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], Any]:
-    """Gives what `jaxkv evaluate` finds of the default cache and of those named."""
+def evaluation(trained: Path) -> list[str]:
+    """Gives the arguments of a run of `jaxkv evaluate`."""
     text = str(trained.parent / "text.txt")
-    arguments = ["evaluate", str(trained), "--text", text, "--context", "96", "--json"]
+    return ["evaluate", str(trained), "--text", text, "--context", "96", "--json"]
+
+
+@pytest.fixture
+def evaluated(evaluation: list[str], capsys: pytest.CaptureFixture[str]) -> Callable[[str], Any]:
+    """Gives what `jaxkv evaluate` finds of the default cache and of those named."""
 
     def call(names: str) -> Any:
-        assert run([*arguments, "--cache", names]) == 0
+        assert run([*evaluation, "--cache", names]) == 0
         found = json.loads(capsys.readouterr().out)["caches"]
         assert list(found) == ["default", *names.split(",")]
         # 144 bytes of the text are its validation part: one whole piece.
         assert {row["tokens"] for row in found.values()} == {96}
-        assert run([*arguments, "--context", "9999"]) == 1
-        assert "--context 9999: want at least 10000" in capsys.readouterr().err
         return found
 
     return call
@@ -338,6 +341,13 @@ def test_evaluate_shows_what_each_cache_costs(evaluated: Callable[[str], Any]) -
     # 2 layers x (32 + 4) channels x 4 bytes; 2 x (18 bytes of codes and two scales of 4).
     assert found["default"]["bytes_per_token"] == 288 and found["int4"]["bytes_per_token"] == 52
     assert found["ring:8"]["bytes_per_token"] == 288 * 8 / 96
+
+
+def test_evaluate_names_a_context_longer_than_the_text(
+    evaluation: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*evaluation, "--context", "9999"]) == 1
+    assert "--context 9999: want at least 10000" in capsys.readouterr().err
 
 
 @pytest.mark.full

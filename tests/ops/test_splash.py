@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxkv.core.visibility import Visibility
 from jaxkv.ops import splash
@@ -18,13 +17,13 @@ from jaxkv.ops.splash import Splash
 from jaxkv.ops.splash_blocks import Pattern, block_sizes, visits
 from tests.ops.suite import QUICK, bars_for, call, compare, normal, operands
 from tests.support import dense
+from tests.support.platforms import TPU
 
 # Also simulates the chip's memories: what is read before it is written is NaN, and no read may be
 # out of bounds.
 INTERPRETED = Splash(128, 128, interpret=tpu.InterpretParams())
 # That interpreter of JAX's cannot yet run a kernel over several rows at once.
 ROWS_TOGETHER = Splash(128, 128, interpret=True)
-TPU = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
 
 
 def check(arrays: dict[str, Any], implementation: Any = INTERPRETED, **options: Any) -> Any:
